@@ -1,0 +1,33 @@
+"""What can go wrong, each with a message that says what was expected, what came and what to do."""
+
+
+class JdeltaError(Exception):
+    """Base class of every error that jdelta raises on purpose."""
+
+
+class BudgetError(JdeltaError, ValueError):
+    """The budget is malformed, or lies below the least peak the step can reach.
+
+    Attributes:
+        floor: Least compiled peak reached, bytes per device; ``None`` when nothing was compiled.
+    """
+
+    def __init__(self, message: str, floor: int | None = None):
+        super().__init__(message)
+        self.floor = floor
+
+
+class PlanMismatchError(JdeltaError, ValueError):
+    """A plan was used for a program, arguments or a file that it was not made for."""
+
+
+class OffloadError(JdeltaError, RuntimeError):
+    """The compiled program does not hold on the host what the plan puts there."""
+
+
+class TargetError(JdeltaError, ValueError):
+    """The target is unknown, or what it needs is not installed."""
+
+
+class TraceError(JdeltaError, ValueError):
+    """The step has no gradient, or no region marked with ``jdelta.remat``."""

@@ -1,0 +1,194 @@
+"""Names for the values a backward pass can ask for: given after JVP, one for each true residual.
+
+``checkpoint_name`` on the output of ``exp`` or ``tanh`` saves nothing, since the derivative rule
+reads the un-named answer; and values such as a softmax denominator or a mask exist only inside
+library functions. Hence the names are put into the *staged JVP* of a region: every value there
+that does not depend on a tangent gets a name, made of the region, the scopes and nested ``jit``
+names it was traced under, and its primitive.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jdelta import _jax
+from jdelta._jax import Atom, Eqn, Jaxpr, Var
+
+_TRANSFORM = re.compile(r"\w+\(([^()]*)\)")
+
+
+def scope_path(stack: str) -> tuple[str, ...]:
+    """Scopes of a name stack without the marks of transformations such as ``jvp(...)``."""
+    while _TRANSFORM.search(stack):
+        stack = _TRANSFORM.sub(r"\1", stack)
+    return tuple(part for part in stack.split("/") if part and part != "rematted_computation")
+
+
+class RegionName(str):
+    """A name given here, told apart from any ``checkpoint_name`` of the user's.
+
+    Attributes:
+        region: Name of the region, the first part of the name.
+    """
+
+    region: str
+
+    def __new__(cls, region: str, inner: str) -> RegionName:
+        """The name ``region/inner``."""
+        self = super().__new__(cls, f"{region}/{inner}")
+        self.region = region
+        return self
+
+
+class _Namer:
+    """Hands out names below one region; repeated ones get ``_1``, ``_2``… in program order."""
+
+    def __init__(self, region: str):
+        self._region = region
+        self._own = region.rsplit("#", 1)[0].rsplit("/", 1)[-1]
+        self._used: Counter[str] = Counter()
+
+    def __call__(self, path: Sequence[str], last: str) -> RegionName:
+        if path and path[0] == self._own:  # a module's scope begins with its own name
+            path = path[1:]
+        inner = "/".join((*path, last))
+        self._used[inner] += 1
+        repeat = self._used[inner] - 1
+        return RegionName(self._region, f"{inner}_{repeat}" if repeat else inner)
+
+
+def add_names(closed: Jaxpr, tangent: Sequence[bool], region: str) -> Jaxpr:
+    """Name every value of a staged JVP that does not depend on a tangent.
+
+    Args:
+        closed: The staged JVP of a region.
+        tangent: For each input whether it is a tangent.
+        region: The region's name, the first part of every name given.
+
+    Returns:
+        A closed jaxpr that computes the same, calls inlined, names inserted.
+    """
+    return _Rewrite(closed, tangent, _Namer(region), ()).result()
+
+
+class _Rewrite:
+    """One pass over a jaxpr: inline calls, follow tangents, insert names."""
+
+    def __init__(
+        self, closed: Jaxpr, tangent: Sequence[bool], namer: _Namer, path: tuple[str, ...]
+    ):
+        self.closed = closed
+        self.namer = namer
+        self.eqns: list[Eqn] = []
+        self.new_consts: dict[Var, Any] = {}
+        self.became: dict[Var, Atom] = {}
+        inner = _jax.open_jaxpr(closed)
+        self.tangents = {
+            v for v, is_tangent in zip(inner.invars, tangent, strict=True) if is_tangent
+        }
+        self._equations(inner.eqns, path)
+        self.outvars = [self._now(v) for v in inner.outvars]
+
+    def result(self) -> Jaxpr:
+        return _jax.rebuild(self.closed, self.eqns, self.outvars, self.new_consts)
+
+    def tangent_outputs(self) -> list[bool]:
+        return [v in self.tangents if _jax.is_var(v) else False for v in self.outvars]
+
+    def _now(self, atom: Atom) -> Atom:
+        return self.became.get(atom, atom) if _jax.is_var(atom) else atom
+
+    def _equations(self, eqns: Sequence[Eqn], path: tuple[str, ...]) -> None:
+        for eqn in eqns:
+            if _jax.may_inline(eqn):
+                self._inline(eqn, path)
+            else:
+                self._keep(eqn, path)
+
+    def _inline(self, eqn: Eqn, path: tuple[str, ...]) -> None:
+        body = _jax.subjaxpr(eqn)
+        inner = _jax.open_jaxpr(body)
+        for var, value in zip(inner.constvars, _jax.consts_of(body), strict=True):
+            fresh = self.became[var] = _jax.new_var(var.aval)
+            self.new_consts[fresh] = value
+        for var, atom in zip(inner.invars, eqn.invars, strict=True):
+            self.became[var] = self._now(atom)
+        called = eqn.params.get("name")
+        below = (*path, *scope_path(_jax.name_stack(eqn)), *((called,) if called else ()))
+        self._equations(inner.eqns, below)
+        for outer, atom in zip(eqn.outvars, inner.outvars, strict=True):
+            self.became[outer] = self._now(atom)
+
+    def _keep(self, eqn: Eqn, path: tuple[str, ...]) -> None:
+        path = (*path, *scope_path(_jax.name_stack(eqn)))
+        invars = [self._now(v) for v in eqn.invars]
+        tangent_in = [_jax.is_var(v) and v in self.tangents for v in invars]
+        params, tangent_out = eqn.params, [any(tangent_in)] * len(eqn.outvars)
+        if eqn.primitive.name == "scan":
+            body, tangent_out = self._scan_body(eqn, tangent_in, path)
+            params = {**params, "jaxpr": body}
+        elif any(tangent_in) and eqn.primitive.name in ("cond", "while"):
+            tangent_out = _control_flow_tangents(eqn, tangent_in)
+        outvars = [_jax.new_var(v.aval) if _jax.is_var(v) else v for v in eqn.outvars]
+        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+        user_name = _jax.named_value(eqn)
+        for old, new, is_tangent in zip(eqn.outvars, outvars, tangent_out, strict=True):
+            if not _jax.is_var(old):
+                continue
+            self.became[old] = new
+            if is_tangent:
+                self.tangents.add(new)
+            elif hasattr(old.aval, "shape"):
+                self.became[old] = named = _jax.new_var(old.aval)
+                name = self.namer(path, user_name or eqn.primitive.name)
+                self.eqns.append(_jax.name_equation(new, named, name, eqn))
+
+    def _scan_body(
+        self, eqn: Eqn, tangent_in: Sequence[bool], path: tuple[str, ...]
+    ) -> tuple[Jaxpr, list[bool]]:
+        """The scan's body with names, and which of the scan's outputs are tangents."""
+        body = eqn.params["jaxpr"]
+        tangent_in = _carry_fixpoint(eqn, tangent_in)
+        rewrite = _Rewrite(body, tangent_in, self.namer, (*path, "scan"))
+        return rewrite.result(), _scan_outputs(eqn, tangent_in, rewrite.tangent_outputs())
+
+
+def _dependent(jaxpr: Jaxpr, tangent: Sequence[bool]) -> list[bool]:
+    """Which outputs of a jaxpr depend on the inputs marked in ``tangent``."""
+    return _Rewrite(jaxpr, tangent, _Namer(""), ()).tangent_outputs()
+
+
+def _carry_fixpoint(eqn: Eqn, tangent_in: Sequence[bool]) -> list[bool]:
+    """Inputs of a scan that carry a tangent in some iteration."""
+    marks = list(tangent_in)
+    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    while True:
+        out = _dependent(eqn.params["jaxpr"], marks)[:carry]
+        merged = [a or b for a, b in zip(marks[consts : consts + carry], out, strict=True)]
+        if merged == marks[consts : consts + carry]:
+            return marks
+        marks[consts : consts + carry] = merged
+
+
+def _scan_outputs(eqn: Eqn, inputs: Sequence[bool], body: Sequence[bool]) -> list[bool]:
+    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    return [*inputs[consts : consts + carry], *body[carry:]]
+
+
+def _control_flow_tangents(eqn: Eqn, tangent_in: Sequence[bool]) -> list[bool]:
+    """Which outputs of a ``cond`` or ``while`` depend on a tangent."""
+    if eqn.primitive.name == "cond":
+        branches = [_dependent(branch, tangent_in[1:]) for branch in eqn.params["branches"]]
+        return [any(marks) for marks in zip(*branches, strict=True)]
+    skip = eqn.params["cond_nconsts"]
+    consts = list(tangent_in[skip : skip + eqn.params["body_nconsts"]])
+    carry = list(tangent_in[skip + len(consts) :])
+    while True:
+        out = _dependent(eqn.params["body_jaxpr"], consts + carry)
+        merged = [a or b for a, b in zip(carry, out, strict=True)]
+        if merged == carry:
+            return carry
+        carry = merged

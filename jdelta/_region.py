@@ -1,0 +1,143 @@
+"""Regions: the units of recompute, and the session that tells them what to do while tracing."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import jax
+
+from jdelta import _jax
+from jdelta._naming import add_names
+
+
+class RegionPolicy(Protocol):
+    """What a region needs to know of a plan: a ``jax.checkpoint`` policy and where its loops are."""
+
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any: ...
+
+    def prevents_cse(self, region: str) -> bool:
+        """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
+        ...
+
+
+class Session:
+    """One trace of a step: recording (no policy), or emitting a plan (its policy).
+
+    A region that is not a Flax module has only its function's name; its calls are told apart by
+    counting them in the order of the trace, which is the same on every trace and every process.
+    A session is used for one trace only: it is part of JAX's trace cache keys by identity.
+
+    Attributes:
+        policy: What every region of the step is to do; None records the plain step.
+        aliases: From a region's name while tracing to its name in the plan. Traces that JAX
+            throws away (``nn.scan`` makes one) count calls too, so the two may differ.
+        called: Names of the regions called so far, while tracing.
+        derivatives: For each differentiated region its JVP with names, and how many of the inputs
+            of that are no tangents.
+    """
+
+    def __init__(
+        self, policy: RegionPolicy | None = None, aliases: Mapping[str, str] | None = None
+    ):
+        self.policy = policy
+        self.aliases = aliases or {}
+        self.called: set[str] = set()
+        self.derivatives: dict[str, tuple[Any, int]] = {}
+        self._calls: Counter[str] = Counter()
+
+    def region(self, base: str) -> str:
+        """The name of the next call of region ``base``."""
+        traced = f"{base}#{self._calls[base]}"
+        self._calls[base] += 1
+        self.called.add(traced)
+        return self.aliases.get(traced, traced)
+
+
+_inside: ContextVar[bool] = ContextVar("_inside", default=False)
+"""Whether a region is being traced: one inside another is part of the outer one."""
+
+
+def region(
+    fun: Callable[..., Any],
+    base: str,
+    policy: RegionPolicy | None = None,
+    prevent_cse: bool | None = None,
+) -> Callable[..., Any]:
+    """Wrap a pure function so that its residuals carry names, and checkpoint it under a plan.
+
+    Args:
+        fun: A pure function of pytrees; leaves that are not arrays stay static.
+        base: Name of the region.
+        policy: The plan to follow; None follows the session's, if there is one.
+        prevent_cse: As in ``jax.checkpoint``; None follows the plan.
+
+    Returns:
+        A function with the signature of ``fun`` and equal results and derivatives.
+    """
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if _inside.get():
+            return fun(*args, **kwargs)
+        session: Session | None = _jax.current_session()
+        name = session.region(base) if session else base
+        chosen = policy or (session.policy if session else None)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = [leaf for leaf in leaves if _jax.is_array(leaf)]
+
+        def call(*arrays: Any) -> Any:
+            given = iter(arrays)
+            filled = [next(given) if _jax.is_array(leaf) else leaf for leaf in leaves]
+            args, kwargs = jax.tree.unflatten(tree, filled)
+            return fun(*args, **kwargs)
+
+        token = _inside.set(True)
+        try:
+            closed, out_tree = _jax.stage(call, *arrays)
+        finally:
+            _inside.reset(token)
+        staged = _jax.hoist_consts(closed)
+        run: Callable[..., Any] = _named(staged, name, session)
+        if chosen is not None:
+            shield = chosen.prevents_cse(name) if prevent_cse is None else prevent_cse
+            run = jax.checkpoint(run, policy=chosen, prevent_cse=shield)
+        outputs = run(*_jax.consts_of(closed), *arrays)
+        return jax.tree.unflatten(out_tree, outputs)
+
+    return wrapped
+
+
+def _named(staged: Any, name: str, session: Session | None) -> Callable[..., list[Any]]:
+    """A function that evaluates ``staged``, with a JVP rule that names the residuals."""
+
+    @functools.partial(jax.custom_jvp)
+    def run(*xs: Any) -> list[Any]:
+        return _jax.evaluate(staged, *xs)
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        moving = [i for i, t in enumerate(tangents) if not _jax.is_symbolic_zero(t)]
+
+        def jvp(xs: Sequence[Any], ts: Sequence[Any]) -> Any:
+            def of_moving(*some: Any) -> list[Any]:
+                full = list(xs)
+                for i, x in zip(moving, some, strict=True):
+                    full[i] = x
+                return _jax.evaluate(staged, *full)
+
+            return jax.jvp(of_moving, [xs[i] for i in moving], list(ts))
+
+        some = [tangents[i] for i in moving]
+        closed, tree = _jax.stage(jvp, list(primals), some)
+        tangent = [False] * len(primals) + [True] * len(some)
+        named = add_names(closed, tangent, name)
+        if session:
+            session.derivatives[name] = named, len(primals)
+        outputs = _jax.evaluate(named, *primals, *some)
+        return jax.tree.unflatten(tree, outputs)
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run

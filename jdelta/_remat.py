@@ -1,0 +1,94 @@
+"""``jdelta.remat``: marks a unit of recompute, on a function or a Flax module class."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from jdelta._region import RegionPolicy, region
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+@overload
+def remat(unit: T) -> T: ...
+@overload
+def remat(
+    *,
+    policy: RegionPolicy | None = None,
+    name: str | None = None,
+    prevent_cse: bool | None = None,
+) -> Callable[[T], T]: ...
+@overload
+def remat(
+    unit: T,
+    *,
+    policy: RegionPolicy | None = None,
+    name: str | None = None,
+    prevent_cse: bool | None = None,
+) -> T: ...
+def remat(
+    unit: Any = None,
+    *,
+    policy: RegionPolicy | None = None,
+    name: str | None = None,
+    prevent_cse: bool | None = None,
+) -> Any:
+    """Mark a unit of recompute: a Flax module class (Linen or NNX) or any function.
+
+    Results, gradients, parameter names and random bits are those of the unmarked unit. Under a
+    plan (``Plan.jit``, ``jdelta.jit`` or ``policy=``) each value inside is saved, offloaded or
+    recomputed as the plan says; without one nothing is rematerialised, the values only carry
+    names. A unit inside another one belongs to the outer one.
+
+    Args:
+        unit: A Linen or NNX module class, whose ``__call__`` is the unit, or a function. Leaves of
+            its arguments that are not arrays (bools, numbers, strings) stay static.
+        policy: A ``jdelta.Plan`` to follow; default: the plan of the step being compiled.
+        name: Name of the unit in plans; default: the module path of a Linen module, else the name
+            of the class or function with a number for each call.
+        prevent_cse: As in ``jax.checkpoint``; default: on outside of loops, off inside.
+
+    Returns:
+        The unit with the same signature; for ``unit=None`` a decorator.
+
+    Raises:
+        TypeError: ``unit`` is not a class or function that can be marked.
+    """
+    if unit is None:
+        return functools.partial(remat, policy=policy, name=name, prevent_cse=prevent_cse)
+    if isinstance(unit, (type, functools.partial)) and "flax" in sys.modules:
+        from jdelta import flax
+
+        marked = flax.mark_class(unit, policy, name, prevent_cse)
+        if marked is not None:
+            return marked
+    if isinstance(unit, type) or not callable(unit):
+        raise TypeError(
+            "jdelta.remat marks a function or a Flax module class (linen.Module or nnx.Module); "
+            f"got {unit!r}. Mark the method or function that computes instead."
+        )
+    return _function(unit, policy, name, prevent_cse)
+
+
+def _function(
+    fun: Callable[..., Any],
+    policy: RegionPolicy | None,
+    name: str | None,
+    prevent_cse: bool | None,
+) -> Callable[..., Any]:
+    base = name or getattr(fun, "__name__", type(fun).__name__).strip("<>")
+    marked = region(fun, base, policy, prevent_cse)
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "flax.nnx" in sys.modules:
+            from jdelta import flax
+
+            if flax.has_nnx_state((args, kwargs)):
+                return flax.call_nnx(fun, base, policy, prevent_cse, args, kwargs)
+        return marked(*args, **kwargs)
+
+    return call

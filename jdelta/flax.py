@@ -1,0 +1,129 @@
+"""Flax modules as units of recompute: Linen through a lifted transform, NNX through its state."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+# pyright: reportUnknownLambdaType=false
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+from flax.core import lift
+
+from jdelta._region import RegionPolicy, region
+
+
+def mark_class(
+    unit: Any, policy: RegionPolicy | None, name: str | None, prevent_cse: bool | None
+) -> Any:
+    """The module class with its ``__call__`` as a unit; None for what is no Flax module class."""
+    inner = unit.func if isinstance(unit, functools.partial) else unit
+    if not isinstance(inner, type):
+        return None
+    if issubclass(inner, nn.Module):
+        return _linen(unit, policy, name, prevent_cse)
+    if issubclass(inner, nnx.Module):
+        return _nnx(unit, policy, name, prevent_cse)
+    return None
+
+
+def _linen(
+    cls: Any, policy: RegionPolicy | None, name: str | None, prevent_cse: bool | None
+) -> Any:
+    def transform(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def lifted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
+            own = scopes[-1]  # scopes of modules given as attributes or arguments come first
+            base = name or "/".join(own.path) or cls_name
+
+            def packed(
+                scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, args: Any, kwargs: Any
+            ) -> Any:
+                def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+                    inner = scope_fn(variables, rngs)
+                    return fn(inner, *args, **kwargs), repack_fn(inner)
+
+                return region(pure, base, policy, prevent_cse)(variables, rngs, args, kwargs)
+
+            run = lift.pack(packed, (True,), (True,), (True,), name="remat")
+            return run(scopes, args, kwargs)
+
+        return lifted
+
+    cls_name = _name_of(cls)
+    return _renamed(nn.transforms.lift_transform(transform, cls), cls)
+
+
+def _nnx(cls: Any, policy: RegionPolicy | None, name: str | None, prevent_cse: bool | None) -> Any:
+    base = name or _name_of(cls)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call_nnx(cls.__call__, base, policy, prevent_cse, (self, *args), kwargs)
+
+    functools.update_wrapper(call, cls.__call__)
+    return _renamed(type(cls)(cls.__name__, (cls,), {"__call__": call}), cls)
+
+
+def has_nnx_state(arguments: Any) -> bool:
+    """Whether NNX objects, whose state a call may change, are among the arguments."""
+    leaves = jax.tree.leaves(arguments, is_leaf=_is_nnx)
+    return any(_is_nnx(leaf) for leaf in leaves)
+
+
+def _is_nnx(leaf: Any) -> bool:
+    return isinstance(leaf, (nnx.Module, nnx.Variable, nnx.Rngs, nnx.RngStream))
+
+
+def call_nnx(
+    fun: Callable[..., Any],
+    base: str,
+    policy: RegionPolicy | None,
+    prevent_cse: bool | None,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Call a function of NNX objects as a unit of recompute; changes of state come out of it."""
+    flat, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx)
+    objects = [leaf for leaf in flat if _is_nnx(leaf)]
+    graphdef, state = nnx.split(objects)
+    leaves, state_tree = jax.tree.flatten(state)
+    changed: list[int] = []
+    outer: list[Any] = []
+
+    def pure(leaves: Any, rest: Any) -> Any:
+        merged = nnx.merge(graphdef, jax.tree.unflatten(state_tree, leaves))
+        given, others = iter(merged), iter(rest)
+        filled = [next(given) if _is_nnx(leaf) else next(others) for leaf in flat]
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        out = fun(*args, **kwargs)
+        after = nnx.state(merged)
+        new, new_tree = jax.tree.flatten(after)
+        same = new_tree == state_tree
+        changed[:] = [i for i, x in enumerate(new) if not (same and x is leaves[i])]
+        outer[:] = [new_tree]
+        return out, [new[i] for i in changed]
+
+    rest = [leaf for leaf in flat if not _is_nnx(leaf)]
+    out, values = region(pure, base, policy, prevent_cse)(leaves, rest)
+    if changed:
+        new_leaves: list[Any] = list(leaves) if outer[0] == state_tree else [None] * len(changed)
+        for i, value in zip(changed, values, strict=True):
+            new_leaves[i] = value
+        nnx.update(objects, jax.tree.unflatten(outer[0], new_leaves))
+    return out
+
+
+def _name_of(cls: Any) -> str:
+    return (cls.func if isinstance(cls, functools.partial) else cls).__name__
+
+
+def _renamed(marked: Any, cls: Any) -> Any:
+    """Give the marked class the name of the original, which Flax names parameters by."""
+    new = marked.func if isinstance(marked, functools.partial) else marked
+    old = cls.func if isinstance(cls, functools.partial) else cls
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(new, attribute, getattr(old, attribute))
+    return marked
