@@ -1,0 +1,120 @@
+"""Roofline seconds of operations: the larger of arithmetic and memory traffic.
+
+Matrix products and convolutions are priced by their floating-point operations at the rate of
+their dtype, everything else by the bytes it moves and a rough count of operations per element. A
+value that is fused into its readers is not written, so a fused element-wise chain pays for its
+outer inputs and its result once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdelta._chips import Rates
+from jdelta._fusion import storage
+from jdelta._graph import Graph, Operation
+from jdelta._primitives import CHEAP, FREE, VIEWS
+
+_RULES: dict[str, Callable[[Graph, Operation], float]] = {}
+
+
+def _rule(*primitives: str) -> Callable[[Any], Any]:
+    def register(fun: Callable[[Graph, Operation], float]) -> Any:
+        _RULES.update(dict.fromkeys(primitives, fun))
+        return fun
+
+    return register
+
+
+@_rule("dot_general")
+def _dot(graph: Graph, op: Operation) -> float:
+    (contracting, _), _ = op.params["dimension_numbers"]
+    left = graph.values[op.inputs[0]].shape
+    return 2.0 * math.prod(left[i] for i in contracting) * _elements(graph, op.outputs[:1])
+
+
+@_rule("conv_general_dilated")
+def _convolution(graph: Graph, op: Operation) -> float:
+    kernel = graph.values[op.inputs[-1]].shape
+    out_features = kernel[op.params["dimension_numbers"].rhs_spec[0]]
+    multiplies = math.prod(kernel) / out_features  # kernel already holds in / groups features
+    return 2.0 * multiplies * _elements(graph, op.outputs[:1])
+
+
+@_rule("random_bits", "threefry2x32")
+def _random(graph: Graph, op: Operation) -> float:
+    return 60.0 * _elements(graph, op.outputs)  # 20 rounds of add, rotate, xor, per two words
+
+
+@_rule("sort", "top_k", "approx_top_k")
+def _sort(graph: Graph, op: Operation) -> float:
+    elements = _elements(graph, op.inputs)
+    return elements * math.log2(max(2.0, elements))
+
+
+@_rule("fft")
+def _fft(graph: Graph, op: Operation) -> float:
+    length = math.prod(op.params["fft_lengths"])
+    return 5.0 * _elements(graph, op.outputs) * math.log2(max(2, length))
+
+
+@_rule("cholesky", "lu", "qr", "eigh", "svd", "triangular_solve", "geqrf", "householder_product")
+def _linear_algebra(graph: Graph, op: Operation) -> float:
+    shape = graph.values[op.inputs[0]].shape
+    return 2.0 * math.prod(shape) * shape[-1]
+
+
+_PARTIAL_READS = frozenset({"slice", "dynamic_slice", "gather"})
+_MATMULS = frozenset({"dot_general", "conv_general_dilated"})
+
+
+def _elements(graph: Graph, values: Sequence[int]) -> float:
+    return float(sum(math.prod(graph.values[v].shape) for v in values))
+
+
+def operation_seconds(
+    graph: Graph, op: Operation, roots: Sequence[frozenset[int]], rates: Rates
+) -> float:
+    """Seconds of one execution of an operation.
+
+    Args:
+        graph: The program the operation is part of.
+        op: The operation.
+        roots: For each value the buffers it is read from, as in ``Timeline.roots``.
+        rates: Rates of the target.
+    """
+    if op.body is not None:
+        return op.trips * program_seconds(op.body, rates)
+    if op.primitive in VIEWS or op.primitive in FREE:
+        return 0.0
+    rule = _RULES.get(op.primitive)
+    work = rule(graph, op) if rule else _default_work(graph, op)
+    arithmetic = work / (
+        rates.flops(graph.values[op.inputs[0]].dtype) if op.primitive in _MATMULS else rates.vector
+    )
+    return max(arithmetic, _traffic(graph, op, roots) / rates.bandwidth)
+
+
+def _default_work(graph: Graph, op: Operation) -> float:
+    """Operations: one an element if cheap, else some ten; unknown kernels read each input often."""
+    return (1.0 if op.primitive in CHEAP else 10.0) * _elements(graph, (*op.inputs, *op.outputs))
+
+
+def _traffic(graph: Graph, op: Operation, roots: Sequence[frozenset[int]]) -> float:
+    """Bytes read and written; nothing for what is computed inside its readers."""
+    written = [v for v in op.outputs if v in roots[v]]
+    if not written:
+        return 0.0
+    out = sum(graph.values[v].bytes for v in written)
+    if op.primitive in _PARTIAL_READS:
+        return 2.0 * out
+    read = frozenset[int]().union(*(roots[v] for v in op.inputs))
+    return float(out + sum(graph.values[v].bytes for v in read))
+
+
+def program_seconds(graph: Graph, rates: Rates) -> float:
+    """Seconds of a whole program, operation after operation, nothing overlapped."""
+    roots = storage(graph, lambda value: value.bytes)
+    return sum(operation_seconds(graph, op, roots, rates) for op in graph.operations)

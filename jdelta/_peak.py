@@ -1,0 +1,103 @@
+"""Timeline of live bytes of a program, as a compiler that fuses would allocate it.
+
+A model of XLA, not XLA: it says *where* the peak is and how it moves when decisions change; the
+absolute figure is then corrected by a compiled one. Beside what ``_fusion`` says of buffers, an
+element-wise result may be written over an input that dies; loop bodies are allocated once,
+stacked loop outputs as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jdelta._fusion import storage
+from jdelta._graph import Graph, Operation, Value
+from jdelta._primitives import CHEAP, EXPENSIVE
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live temporary bytes of a program, operation by operation.
+
+    Attributes:
+        live: Bytes alive while each operation runs, those of its own body included.
+        graph: The program.
+        roots: For each value the values whose buffers hold what it is read from.
+        last: For each buffer the index of the last operation that reads it.
+    """
+
+    live: tuple[int, ...]
+    graph: Graph
+    roots: tuple[frozenset[int], ...]
+    last: dict[int, int]
+
+    @property
+    def peak(self) -> int:
+        """Largest number of bytes alive at once."""
+        return max(self.live, default=0)
+
+    @property
+    def peak_index(self) -> int:
+        """Index of the operation that runs at the peak."""
+        return max(range(len(self.live)), key=self.live.__getitem__, default=0)
+
+    def largest(self, count: int) -> list[tuple[Operation, Value]]:
+        """The largest buffers alive at the peak, each with the operation that made it."""
+        last, producers = self.last, self.graph.producers()
+        alive = [
+            v
+            for v, end in last.items()
+            if v in producers and producers[v] <= self.peak_index <= end
+        ]
+        alive.sort(key=lambda v: -self.graph.values[v].bytes)
+        return [(self.graph.operations[producers[v]], self.graph.values[v]) for v in alive[:count]]
+
+
+def timeline(graph: Graph, size: Callable[[Value], int]) -> Timeline:
+    """Simulate the temporaries of a program; its inputs and outputs are not counted.
+
+    Args:
+        graph: The program, in the order in which it runs.
+        size: Bytes that a value takes on the target, padding included.
+    """
+    roots = storage(graph, size)
+    last = _last_reads(graph, roots)
+    fixed = {r for v in (*graph.inputs, *graph.outputs) if v is not None for r in roots[v]}
+    ends: list[list[int]] = [[] for _ in graph.operations]
+    for value, index in last.items():
+        if value not in fixed:
+            ends[index].append(value)
+    live: list[int] = []
+    now = 0
+    for index, op in enumerate(graph.operations):
+        made = [v for v in op.outputs if v in roots[v] and v not in fixed and v in last]
+        new = sum(size(graph.values[v]) for v in made)
+        dying = sum(size(graph.values[v]) for v in ends[index] if v not in made)
+        shared = min(new, dying) if _in_place(op) else 0
+        inside = timeline(op.body, size).peak if op.body else 0
+        live.append(now + new - shared + inside)
+        now += new - sum(size(graph.values[v]) for v in ends[index])
+    return Timeline(tuple(live), graph, tuple(roots), last)
+
+
+def _in_place(op: Operation) -> bool:
+    """Whether the result may be written over an input that dies; a loop's stacked results never."""
+    return (
+        op.primitive in CHEAP
+        or op.primitive in EXPENSIVE
+        or op.primitive in ("dynamic_update_slice", "scatter", "scatter-add")
+    )
+
+
+def _last_reads(graph: Graph, roots: list[frozenset[int]]) -> dict[int, int]:
+    """For each buffer the last operation that reads it."""
+    last: dict[int, int] = {}
+    for index, op in enumerate(graph.operations):
+        for v in op.inputs:
+            for root in roots[v]:
+                last[root] = index
+        for v in op.outputs:
+            if v in roots[v]:
+                last.setdefault(v, index)
+    return last

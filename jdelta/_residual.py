@@ -1,0 +1,187 @@
+"""Residuals: the values of a region that its backward pass can be given instead of computing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdelta._chips import Rates
+from jdelta._cost import operation_seconds
+from jdelta._fusion import storage
+from jdelta._graph import Graph, Operation
+from jdelta._naming import RegionName
+from jdelta._primitives import CHEAP, FREE, VIEWS
+from jdelta._trace import Region
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A value computed in the forward pass of a region. Weights and inputs are none.
+
+    Attributes:
+        name: ``region/scopes/primitive``, or the user's own ``checkpoint_name`` in its last part.
+        region: Name of its region.
+        shape: Shape of one instance.
+        dtype: Name of its dtype.
+        count: Instances in one step: iterations of the loops around it.
+        bytes: Bytes of all instances on one device, without padding.
+        producer: The JAX primitive that makes it.
+        consumers: Names of the residuals computed from it, in program order.
+        sources: Names of the residuals it is computed from, in program order.
+        needed: Whether the backward pass reads it. If not, it can only be worth keeping for what
+            is recomputed from it.
+        seconds: Predicted seconds to compute all instances again, given its sources.
+        loops: Number of loops around it; offload works under exactly one.
+    """
+
+    name: str
+    region: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    bytes: int
+    producer: str
+    consumers: tuple[str, ...]
+    sources: tuple[str, ...]
+    needed: bool
+    seconds: float
+    loops: int
+
+
+def residuals(region: Region, rates: Rates) -> tuple[Residual, ...]:
+    """The residuals of a region, sources before what is computed from them."""
+    return _Analysis(region, rates).residuals()
+
+
+class _Analysis:
+    """Groups views of one buffer, tells primal from tangent work, prices each buffer."""
+
+    def __init__(self, region: Region, rates: Rates):
+        self.region = region
+        self.rates = rates
+        self.graph: Graph = region.graph
+        self.prefix = region.traced + "/"
+        self.base = self._bases()
+        self.names = self._names()
+        self.makers = [op for op in self.graph.operations if self._makes_primal(op)]
+        self.needed = self._needed()
+
+    def _bases(self) -> list[int]:
+        """For each value the one it is a view of."""
+        base = list(range(len(self.graph.values)))
+        for op in self.graph.operations:
+            if op.primitive in VIEWS and op.inputs:
+                base[op.outputs[0]] = base[op.inputs[0]]
+        return base
+
+    def _names(self) -> dict[int, str]:
+        """A name for each computed buffer: the user's if there is one, else the first given."""
+        names: dict[int, str] = {}
+        users: set[int] = set()
+        for op in self.graph.operations:
+            if op.name is None:
+                continue
+            base = self.base[op.outputs[0]]
+            if not isinstance(op.name, RegionName):
+                users.add(base)
+            elif base in users:
+                names[base] = op.name
+                users.discard(base)
+            else:
+                names.setdefault(base, op.name)
+        return names
+
+    def _makes_primal(self, op: Operation) -> bool:
+        """Whether an operation is work of the forward pass: only such results have names."""
+        return op.primitive not in VIEWS and any(self.base[v] in self.names for v in op.outputs)
+
+    def _needed(self) -> set[int]:
+        """Buffers that work on tangents reads, so the backward pass reads them too."""
+        tangents = set(self.graph.inputs[self.region.primals :])
+        needed: set[int] = set()
+        for op in self.graph.operations:
+            moving = any(v in tangents for v in op.inputs)
+            if moving:
+                tangents.update(op.outputs)
+                needed.update(self.base[v] for v in op.inputs if v not in tangents)
+                if self._makes_primal(op):
+                    tangents.difference_update(v for v in op.outputs if self.base[v] in self.names)
+        return needed
+
+    def residuals(self) -> tuple[Residual, ...]:
+        roots = storage(self.graph, lambda value: value.bytes)
+        found: dict[int, Residual] = {}
+        below: dict[int, tuple[frozenset[int], float]] = {}  # sources and seconds of the rest
+        for op in self.makers:
+            sources, seconds = self._upstream(op, below, found)
+            seconds += op.times * operation_seconds(self.graph, op, roots, self.rates)
+            for v in op.outputs:
+                if self._is_item(op, v):
+                    found[v] = self._residual(op, v, sources, seconds, found)
+                else:
+                    below[v] = sources, seconds
+        return self._with_consumers(list(found.values()))
+
+    def _upstream(
+        self,
+        op: Operation,
+        below: dict[int, tuple[frozenset[int], float]],
+        found: dict[int, Residual],
+    ) -> tuple[frozenset[int], float]:
+        """Residuals an operation starts from, and seconds of what lies between them and it."""
+        sources: set[int] = set()
+        between: dict[int, float] = {}
+        for v in op.inputs:
+            base = self.base[v]
+            if base in found:
+                sources.add(base)
+            elif base in below:
+                more, seconds = below[base]
+                sources |= more
+                between[base] = seconds
+        return frozenset(sources), sum(between.values())
+
+    def _is_item(self, op: Operation, value: int) -> bool:
+        if op.primitive in FREE or value not in self.names:
+            return False
+        return value in self.needed or op.primitive not in CHEAP
+
+    def _residual(
+        self,
+        op: Operation,
+        value: int,
+        sources: frozenset[int],
+        seconds: float,
+        found: dict[int, Residual],
+    ) -> Residual:
+        what = self.graph.values[value]
+        count = op.times * self.region.trips
+        return Residual(
+            name=self._plan_name(value),
+            region=self.region.name,
+            shape=what.shape,
+            dtype=what.dtype,
+            count=count,
+            bytes=what.bytes * count,
+            producer=op.primitive,
+            consumers=(),
+            sources=tuple(found[s].name for s in sorted(sources)),
+            needed=value in self.needed,
+            seconds=seconds * self.region.trips,
+            loops=self.region.loops + (op.times > 1),
+        )
+
+    def _plan_name(self, value: int) -> str:
+        return f"{self.region.name}/{self.names[value].removeprefix(self.prefix)}"
+
+    @staticmethod
+    def _with_consumers(found: Sequence[Residual]) -> tuple[Residual, ...]:
+        import dataclasses
+
+        consumers: dict[str, list[str]] = {}
+        for residual in found:
+            for source in residual.sources:
+                consumers.setdefault(source, []).append(residual.name)
+        return tuple(
+            dataclasses.replace(r, consumers=tuple(consumers.get(r.name, ()))) for r in found
+        )

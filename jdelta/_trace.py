@@ -1,0 +1,130 @@
+"""The staged step: forward, backward and update in one graph, and the regions marked in it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jdelta import _jax
+from jdelta._errors import TraceError
+from jdelta._graph import Graph, Operation, graph_of
+from jdelta._naming import RegionName
+from jdelta._region import Session
+
+
+@dataclass(frozen=True)
+class Region:
+    """A unit of recompute as it occurs in the step.
+
+    Attributes:
+        name: Its name in plans.
+        traced: Its name while tracing, ``base#call``.
+        graph: Its JVP with every value named, loops unfolded, in the names of ``traced``.
+        primals: How many of the graph's inputs are no tangents (the first ones).
+        trips: How often it runs in a step: iterations of the loops around it.
+        loops: Number of loops around it.
+    """
+
+    name: str
+    traced: str
+    graph: Graph
+    primals: int
+    trips: int
+    loops: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A training step as one program.
+
+    Attributes:
+        graph: The un-rematerialised step, with the names of its regions' values in it.
+        regions: Its regions, in the order of the forward pass.
+        fingerprint: Digest of the program; equal programs have equal ones on every process.
+    """
+
+    graph: Graph
+    regions: tuple[Region, ...]
+    fingerprint: str
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """From the name of each region while tracing to its name in plans."""
+        return {region.traced: region.name for region in self.regions}
+
+
+def trace(step_fn: Callable[..., Any], *args: Any) -> Trace:
+    """Stage a step and find its regions.
+
+    Raises:
+        TraceError: The step has no region, or takes no gradient through one.
+    """
+    session = Session()
+    with _jax.session_context(session):
+        jaxpr = jax.make_jaxpr(step_fn)(*args)
+    graph = graph_of(jaxpr)
+    found: dict[str, tuple[int, int]] = {}
+    for op, trips, loops in walk(graph):
+        if isinstance(op.name, RegionName):
+            seen, depth = found.get(op.name.region, (0, 0))
+            found[op.name.region] = (max(seen, trips), max(depth, loops))
+    _check(session, found)
+    names = _plan_names(list(found))
+    regions = tuple(
+        Region(names[traced], traced, *_derivative(session, traced), trips, loops)
+        for traced, (trips, loops) in found.items()
+    )
+    return Trace(graph, regions, _fingerprint(graph))
+
+
+def _derivative(session: Session, traced: str) -> tuple[Graph, int]:
+    closed, primals = session.derivatives[traced]
+    return graph_of(closed, unfold_loops=True), primals
+
+
+def walk(graph: Graph, trips: int = 1, loops: int = 0) -> Iterator[tuple[Operation, int, int]]:
+    """All operations in program order, with how often they run and how deep in loops they are."""
+    for op in graph.operations:
+        yield op, trips, loops
+        if op.body is not None:
+            yield from walk(op.body, trips * op.trips, loops + 1)
+
+
+def _check(session: Session, found: dict[str, Any]) -> None:
+    if not session.called:
+        raise TraceError(
+            "The step has no region: nothing in it is marked with jdelta.remat. Mark the unit "
+            "that repeats (a transformer block, a residual block): `@jdelta.remat` above its "
+            "module class or function."
+        )
+    if not found:
+        raise TraceError(
+            "The step takes no gradient through its regions "
+            f"({', '.join(sorted(session.called)[:5])}), so there is nothing to keep or to "
+            "recompute. Plan the function that calls jax.grad or jax.value_and_grad."
+        )
+
+
+def _plan_names(traced: list[str]) -> dict[str, str]:
+    """Names for plans: the base alone where it is unique, else numbered in program order."""
+    calls: dict[str, list[str]] = {}
+    for name in traced:
+        calls.setdefault(name.rsplit("#", 1)[0], []).append(name)
+    return {
+        name: base if len(group) == 1 else f"{base}_{number}"
+        for base, group in calls.items()
+        for number, name in enumerate(group)
+    }
+
+
+def _fingerprint(graph: Graph) -> str:
+    digest = hashlib.sha256()
+    for op, trips, _ in walk(graph):
+        digest.update(f"{op.primitive} {op.inputs} {op.outputs} {op.name} {trips};".encode())
+    for value in graph.values:
+        digest.update(f"{value.shape}{value.dtype};".encode())
+    return digest.hexdigest()[:16]
