@@ -1,0 +1,211 @@
+"""Published figures of the accelerators a plan can be made for without owning one."""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device computes and moves bytes.
+
+    Attributes:
+        matmul: Pairs of dtype name and FLOP/s of a large matrix product at JAX's default precision
+            on that device (float32 is one bfloat16 pass on a TPU and TF32 on a GPU).
+        vector: FLOP/s of float32 arithmetic outside matrix products.
+        bandwidth: Bytes/s of device memory, reads and writes together.
+        device_to_host: Bytes/s from device memory to pinned host memory.
+        host_to_device: Bytes/s from pinned host memory to device memory.
+    """
+
+    matmul: tuple[tuple[str, float], ...]
+    vector: float
+    bandwidth: float
+    device_to_host: float
+    host_to_device: float
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s of a matrix product of ``dtype``.
+
+        A dtype without a figure of its own runs at float32's rate, slower in proportion when it is
+        wider than that.
+        """
+        known = dict(self.matmul)
+        if dtype in known:
+            return known[dtype]
+        return known["float32"] * min(1.0, 4 / np.dtype(dtype).itemsize)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One accelerator of the table.
+
+    Attributes:
+        kind: What JAX calls it (``jax.Device.device_kind``).
+        memory: Device memory that a program can use, bytes.
+        rates: Published rates; the host link is an estimate.
+        topology: Smallest arrangement of chips the compiler takes.
+        description: ``GpuTargetConfig`` in protobuf text form; empty for TPUs, which libtpu knows.
+    """
+
+    kind: str
+    memory: int
+    rates: Rates
+    topology: str
+    description: str = ""
+
+
+def _tpu(
+    kind: str,
+    topology: str,
+    memory: float,
+    bfloat16: float,
+    int8: float,
+    vector: float,
+    bandwidth: float,
+    link: float,
+) -> Chip:
+    """A TPU row: ``memory`` in GiB, ``bfloat16``, ``int8`` and ``vector`` in TFLOP/s, else GB/s."""
+    matmul = {"bfloat16": bfloat16, "float16": bfloat16, "float32": bfloat16, "int8": int8}
+    return Chip(
+        kind, int(memory * _GIB), _rates(matmul, vector, bandwidth, link), topology=topology
+    )
+
+
+def _rates(matmul: dict[str, float], vector: float, bandwidth: float, link: float) -> Rates:
+    """Rates from TFLOP/s and GB/s, the host link being the same in both directions."""
+    return Rates(
+        matmul=tuple((dtype, rate * 1e12) for dtype, rate in sorted(matmul.items())),
+        vector=vector * 1e12,
+        bandwidth=bandwidth * 1e9,
+        device_to_host=link * 1e9,
+        host_to_device=link * 1e9,
+    )
+
+
+# The fields of GpuTargetConfig that every NVIDIA data-centre chip below has in common.
+_CUDA_DESCRIPTION = """\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_per_core}
+  threads_per_core_limit: 2048
+  core_count: {cores}
+  fpus_per_core: {fpus}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: {l2}
+  clock_rate_ghz: {clock}
+  device_memory_size: {memory}
+  shared_memory_per_block_optin: {shared_optin}
+  cuda_compute_capability {{ major: {capability} feature_extension: {features} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{kind}"
+"""
+
+
+def _cuda(
+    kind: str,
+    matmul: dict[str, float],
+    vector: float,
+    link: float,
+    **facts: int | float | str,
+) -> Chip:
+    """A GPU row: rates in TFLOP/s and GB/s; ``facts`` fill the compiler's description."""
+    memory, bandwidth = int(facts["memory"]), float(facts["bandwidth"]) / 1e9
+    return Chip(
+        kind,
+        memory,
+        _rates(matmul, vector, bandwidth, link),
+        topology="1x1x8",  # slices x hosts x devices: one machine of eight
+        description=_CUDA_DESCRIPTION.format(kind=kind, **facts),
+    )
+
+
+# TPU matmul, bandwidth: Google Cloud's system architecture pages for v5e, v5p and v6e
+# (cloud.google.com/tpu/docs/v5e, /v5p, /v6e). Memory: what the compiler says is available when it
+# refuses a program, a little under the 16, 95 and 32 GB of those pages. Not published, so
+# estimates: `vector` (8 x 128 lanes x 4 units x 2 FLOP x clock x cores) and the host link, both
+# after "How to Scale Your Model", chapter 2 (jax-ml.github.io/scaling-book/tpus).
+_TPUS = {
+    "v5e": _tpu("TPU v5 lite", "2x2", 15.75, 197, 393, 12, 819, 15),
+    "v5p": _tpu("TPU v5", "2x2x1", 95.73, 459, 918, 14, 2765, 15),
+    "v6e": _tpu("TPU v6 lite", "2x2", 31.24, 918, 1836, 14, 1640, 30),
+}
+
+# GPU matmul (dense, without sparsity), vector and bandwidth: NVIDIA's data sheets for A100 80GB
+# SXM, H100 SXM and HGX B200 (1000 W). The host link is an estimate: 85 % of PCIe 4.0 x16 (32 GB/s)
+# or PCIe 5.0 x16 (64 GB/s) in one direction. The other facts are what the driver reports.
+_GPUS = {
+    "a100": _cuda(
+        "NVIDIA A100-SXM4-80GB",
+        {"bfloat16": 312, "float16": 312, "float32": 156, "float64": 19.5, "int8": 624},
+        vector=19.5,
+        link=27,
+        memory=85100068864,
+        bandwidth=2039040000000,
+        cores=108,
+        fpus=64,
+        clock=1.41,
+        l2=41943040,
+        shared_per_core=167936,
+        shared_optin=166912,
+        capability=8,
+        features="NONE",
+    ),
+    "h100": _cuda(
+        "NVIDIA H100 80GB HBM3",
+        {"bfloat16": 989, "float16": 989, "float32": 494, "float64": 67, "int8": 1979},
+        vector=67,
+        link=54,
+        memory=84942979072,
+        bandwidth=3352320000000,
+        cores=132,
+        fpus=128,
+        clock=1.98,
+        l2=52428800,
+        shared_per_core=233472,
+        shared_optin=232448,
+        capability=9,
+        features="ACCELERATED_FEATURES",
+    ),
+    "b200": _cuda(
+        "NVIDIA B200",
+        {"bfloat16": 2250, "float16": 2250, "float32": 1100, "float64": 40, "int8": 4500},
+        vector=80,
+        link=54,
+        memory=191514411008,
+        bandwidth=7672320000000,
+        cores=148,
+        fpus=128,
+        clock=1.965,
+        l2=132644864,
+        shared_per_core=233472,
+        shared_optin=232448,
+        capability=10,
+        features="ACCELERATED_FEATURES",
+    ),
+}
+
+CHIPS = MappingProxyType({"tpu": _TPUS, "cuda": _GPUS})
+"""Platform, then chip name as it stands in a target, to its figures."""
+
+
+def chip_of(kind: str) -> Chip | None:
+    """The table's chip that JAX calls ``kind``; ``None`` when it is not in the table."""
+    chips = (chip for chips in CHIPS.values() for chip in chips.values())
+    return next((chip for chip in chips if chip.kind == kind), None)

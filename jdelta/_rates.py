@@ -1,0 +1,181 @@
+"""Rates measured on the device at hand."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import SingleDeviceSharding
+
+from jdelta import _cache
+from jdelta._chips import Rates
+
+Device: TypeAlias = Any
+"""A ``jax.Device``, whose type JAX does not declare."""
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """How much work is timed: enough to hide the launch, little enough to be quick and to fit.
+
+    Attributes:
+        matrix: Rows and columns of the matrix products.
+        chain: Products or vector operations in one program.
+        array: Bytes of the array that is read, written and moved.
+    """
+
+    matrix: int
+    chain: int
+    array: int
+
+
+_CPU = _Sizes(matrix=512, chain=2, array=2**25)
+_ACCELERATOR = _Sizes(matrix=4096, chain=16, array=2**28)
+
+
+def measured_rates(device: Device, published: Rates | None) -> Rates:
+    """What this kind of device does, timed once and then kept on disk.
+
+    In a job of several processes all take the first one's figures, so that all make the same plan.
+
+    Args:
+        device: Any device of the kind; one of this process is timed.
+        published: Figures for the dtypes that are not timed.
+    """
+    local = jax.local_devices(backend=device.client.platform)[0]
+    name = _cache.key(
+        device.device_kind,
+        importlib.metadata.version("jaxlib"),
+        platform.machine(),
+        str(os.cpu_count()),
+    )
+    rates = _known(name)
+    if rates is None:
+        rates = _timed(local)
+        _cache.write("rates", name, dict(zip(_fields(), _flat(rates), strict=True)))
+    if jax.process_count() > 1:
+        rates = _unflat(multihost_utils.broadcast_one_to_all(np.array(_flat(rates))).tolist())
+    known = dict(published.matmul) if published else {}
+    return dataclasses.replace(rates, matmul=tuple(sorted({**known, **dict(rates.matmul)}.items())))
+
+
+def _fields() -> list[str]:
+    return [*_DTYPES, "vector", "bandwidth", "device_to_host", "host_to_device"]
+
+
+def _flat(rates: Rates) -> list[float]:
+    others = (rates.vector, rates.bandwidth, rates.device_to_host, rates.host_to_device)
+    return [*(rate for _, rate in rates.matmul), *others]
+
+
+def _unflat(values: Sequence[float]) -> Rates:
+    matmul = tuple(zip(_DTYPES, values[: len(_DTYPES)], strict=True))
+    return Rates(matmul, *values[len(_DTYPES) :])
+
+
+def _known(name: str) -> Rates | None:
+    record = _cache.read("rates", name) or {}
+    values = [record.get(field) for field in _fields()]
+    figures = [value for value in values if isinstance(value, float) and value > 0]
+    return _unflat(figures) if len(figures) == len(values) else None
+
+
+def _timed(device: Device) -> Rates:
+    sizes = _CPU if device.platform == "cpu" else _ACCELERATOR
+    bandwidth = _bandwidth(device, sizes)
+    to_host, to_device = _link(device, sizes) or (bandwidth / 2, bandwidth / 2)
+    return Rates(
+        matmul=tuple((dtype, _matmul(device, sizes, dtype)) for dtype in _DTYPES),
+        vector=_vector(device, sizes),
+        bandwidth=bandwidth,
+        device_to_host=to_host,
+        host_to_device=to_device,
+    )
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Median of several calls, after one that compiles and allocates."""
+    jax.block_until_ready(call())
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _matmul(device: Device, sizes: _Sizes, dtype: str) -> float:
+    """FLOP/s of a chain of square products, the weights scaled so that nothing overflows."""
+    n = sizes.matrix
+    weights = np.random.default_rng(0).standard_normal((n, n), np.float32) / n**0.5
+    x = jax.device_put(jnp.asarray(weights, dtype), device)
+
+    @jax.jit
+    def chain(x: jax.Array) -> jax.Array:
+        y = x
+        for _ in range(sizes.chain):
+            y = y @ x
+        return y
+
+    return 2 * n**3 * sizes.chain / _seconds(partial(chain, x))
+
+
+def _vector(device: Device, sizes: _Sizes) -> float:
+    """FLOP/s of multiply-adds on values that stay in registers."""
+    steps = 128
+    x = _array(device, sizes.array // 16)
+
+    @jax.jit
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(steps):
+            x = x * x + 0.25
+        return x
+
+    return 2 * steps * x.size / _seconds(partial(chain, x))
+
+
+def _bandwidth(device: Device, sizes: _Sizes) -> float:
+    """Bytes/s read and written by passes over one array, so that allocating it hardly counts."""
+    passes = 16
+    x = _array(device, sizes.array)
+
+    def once(_: int, x: jax.Array) -> jax.Array:
+        return x * x + 0.25
+
+    @jax.jit
+    def sweep(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, passes, once, x)
+
+    return 2 * passes * x.nbytes / _seconds(partial(sweep, x))
+
+
+def _link(device: Device, sizes: _Sizes) -> tuple[float, float] | None:
+    """Bytes/s to pinned host memory and back; ``None`` where the host's memory is the device's."""
+    if device.platform == "cpu":
+        return None
+    here = SingleDeviceSharding(device)
+    x = _array(device, sizes.array)
+    there = here.with_memory_kind("pinned_host")
+    host = jax.device_put(x, there)
+    away = _seconds(partial(jax.device_put, x, there))
+    back = _seconds(partial(jax.device_put, host, here))
+    return x.nbytes / away, x.nbytes / back
+
+
+def _array(device: Device, size: int) -> jax.Array:
+    return jax.device_put(jnp.full(size // 4, 0.5, jnp.float32), device)

@@ -1,0 +1,268 @@
+"""The device a plan is made for: attached here, or only known to its compiler."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import importlib.metadata
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jdelta._chips import CHIPS, Rates, chip_of
+from jdelta._errors import TargetError
+from jdelta._rates import Device, measured_rates
+from jdelta._topology import topology_devices
+
+_HOST = "pinned_host"
+
+# XLA's pool of pinned host memory for GPUs holds 64 GiB unless this says otherwise.
+_CUDA_POOL_VARIABLE, _CUDA_POOL_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
+
+_SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device, what it can hold and how fast it is.
+
+    Attributes:
+        name: What ``resolve`` takes: "tpu:v5e:2x2", or the platform alone for attached devices.
+        platform: "tpu", "cuda", "rocm" or "cpu".
+        kind: JAX's name of the device kind.
+        memory: Bytes per device that a program can use.
+        host_memory: Bytes of pinned host memory for all devices of a process together; ``None``
+            when unknown.
+        rates: Published rates ahead of time, measured ones for attached devices.
+        offload_refusal: Why nothing may be offloaded to the host here; ``None`` when it may.
+        ahead_of_time: Whether the devices exist for the compiler only: programs cannot run.
+    """
+
+    name: str
+    platform: str
+    kind: str
+    memory: int
+    host_memory: int | None
+    rates: Rates
+    offload_refusal: str | None
+    ahead_of_time: bool
+    _devices: tuple[Device, ...] = field(repr=False, compare=False)
+
+    def devices(self) -> tuple[Device, ...]:
+        """The devices to compile for; the first is that of a single-device program."""
+        return self._devices
+
+    def sharding(self, like: Sharding | None = None) -> Sharding:
+        """Where an argument stands on this target.
+
+        Args:
+            like: Its sharding on other devices. One on this target's own devices is kept, a
+                ``NamedSharding`` keeps mesh shape, axes, specification and host memory, any other
+                becomes the first device.
+
+        Raises:
+            TargetError: The mesh has more devices than the target, or the argument is in host
+                memory and the target (CUDA ahead of time) has none for arguments.
+        """
+        if like is not None and self._holds(like):
+            return like
+        memory_kind = _HOST if like is not None and like.memory_kind == _HOST else None
+        if isinstance(like, NamedSharding):
+            here = NamedSharding(self._mesh(like), like.spec, memory_kind=memory_kind)
+        else:
+            here = SingleDeviceSharding(self._devices[0], memory_kind=memory_kind)
+        if here.memory_kind is None and memory_kind is not None:
+            # JAX drops memory kinds of devices that do not list them.
+            raise TargetError(f"target {self.name!r} takes no arguments in host memory")
+        return here
+
+    def abstract(self, tree: Any) -> Any:
+        """``tree`` with every array replaced by its shape and dtype, placed on this target.
+
+        Beside arguments sharded over a mesh, those that are not are replicated over it, as
+        ``jax.jit`` does with arrays that are not committed to a device.
+        """
+        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+        meshed = next((s for s in shardings if isinstance(s, NamedSharding)), None)
+        unmeshed = meshed and NamedSharding(meshed.mesh, PartitionSpec())
+
+        def place(leaf: Any) -> Any:
+            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+                return leaf
+            like = getattr(leaf, "sharding", None)
+            like = like if unmeshed is None or isinstance(like, NamedSharding) else unmeshed
+            return jax.ShapeDtypeStruct(
+                leaf.shape,
+                leaf.dtype,
+                sharding=self.sharding(like),
+                weak_type=getattr(leaf, "weak_type", False),
+            )
+
+        return jax.tree.map(place, tree)
+
+    def _holds(self, sharding: Sharding) -> bool:
+        if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
+            return False
+        return sharding.device_set <= set(self._devices)
+
+    def _mesh(self, sharding: NamedSharding) -> Mesh:
+        mesh = sharding.mesh
+        if mesh.size > len(self._devices):
+            raise TargetError(
+                f"target {self.name!r} has {len(self._devices)} devices, but an argument is "
+                f"sharded over a mesh of {mesh.size} ({dict(mesh.shape)}); name a larger topology"
+            )
+        devices = np.array(self._devices[: mesh.size]).reshape(mesh.axis_sizes)
+        return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def resolve(target: str | None = None, args: object = ()) -> Target:
+    """The target that a name or the arguments of a step stand for.
+
+    Args:
+        target: ``None`` for the devices that the arrays in ``args`` live on (else JAX's default
+            device); "tpu", "cuda" or "cpu" for attached devices; "tpu:v5e:2x2" or "cuda:h100" for
+            devices that only their compiler knows, with the smallest topology when none is named.
+        args: A pytree; leaves that are no arrays do not count.
+
+    Raises:
+        TargetError: No such target, no such device here, or its compiler is not installed.
+    """
+    if target is None:
+        return _attached(_devices_of(args) or (jax.local_devices()[0],))
+    platform, _, chip = target.partition(":")
+    if not chip and platform in (*CHIPS, "cpu"):
+        here = jax.process_index()
+        return _attached(tuple(d for d in _all_devices(platform) if d.process_index == here))
+    chip, _, topology = chip.partition(":")
+    if chip not in CHIPS.get(platform, {}):
+        raise TargetError(f"unknown target {target!r}; there are {_known()}")
+    return _ahead_of_time(platform, chip, topology or CHIPS[platform][chip].topology)
+
+
+def _known() -> str:
+    chips = [f"{platform}:{chip}" for platform, chips in CHIPS.items() for chip in chips]
+    return (
+        f"{', '.join(chips)} (each also with a topology: 'tpu:v5e:4x4'), and 'tpu', 'cuda', 'cpu' "
+        "for the devices of this machine"
+    )
+
+
+def _devices_of(args: object) -> tuple[Device, ...]:
+    """The devices under the arrays of ``args``, in the order of their ids."""
+    devices: set[Device] = set()
+    for leaf in jax.tree.leaves(args):
+        sharding = getattr(leaf, "sharding", None)
+        abstract = isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh)
+        if isinstance(sharding, Sharding) and not abstract:
+            devices |= sharding.device_set
+    if len({device.platform for device in devices}) > 1:
+        kinds = sorted({device.device_kind for device in devices})
+        raise TargetError(f"the arguments live on devices of different kinds: {kinds}; name one")
+    return tuple(sorted(devices, key=lambda device: device.id))
+
+
+def _all_devices(platform: str) -> list[Device]:
+    """The devices of this job, on every machine of it."""
+    try:
+        return jax.devices(platform)
+    except RuntimeError as error:
+        raise TargetError(
+            f"no {platform} device is attached to this machine; to compile for one ahead of time "
+            f"name it: {_known()}"
+        ) from error
+
+
+def _attached(devices: tuple[Device, ...]) -> Target:
+    """The target made of devices of this job."""
+    device = devices[0]
+    platform = _platform(device)
+    if device not in _all_devices(platform):
+        raise TargetError(
+            f"the arguments live on a {device.device_kind} that is not attached to this machine; "
+            f"name the target instead: {_known()}"
+        )
+    chip = chip_of(device.device_kind)
+    return Target(
+        name=platform,
+        platform=platform,
+        kind=device.device_kind,
+        memory=_memory(device),
+        host_memory=None if platform == "cpu" else _pool(platform, _physical_memory()),
+        rates=measured_rates(device, chip and chip.rates),
+        offload_refusal=_offload_refusal(platform),
+        ahead_of_time=False,
+        _devices=devices,
+    )
+
+
+def _platform(device: Device) -> str:
+    """JAX's name of the device's backend, where ``platform`` says "gpu" for several."""
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def _memory(device: Device) -> int:
+    """Bytes the allocator hands out; on a CPU an equal share of the machine's memory."""
+    if device.platform == "cpu":
+        return _physical_memory() // jax.local_device_count("cpu")
+    stats = jax.local_devices(backend=device.platform)[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise TargetError(
+            f"JAX's allocator for {device.device_kind} does not tell its limit; name the target "
+            f"instead ({_known()}), or unset XLA_PYTHON_CLIENT_ALLOCATOR"
+        )
+    return int(stats["bytes_limit"])
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _pool(platform: str, physical: int | None) -> int | None:
+    """Bytes of host memory that a process can pin on a machine with ``physical`` bytes."""
+    if platform != "cuda":
+        return physical
+    pool = int(os.environ.get(_CUDA_POOL_VARIABLE, _CUDA_POOL_GIB)) * 2**30
+    return pool if physical is None else min(pool, physical)
+
+
+def _offload_refusal(platform: str) -> str | None:
+    jaxlib = importlib.metadata.version("jaxlib")
+    release = tuple(int(part) for part in re.findall(r"\d+", jaxlib)[:3])
+    if platform == "cpu":
+        return "XLA for CPUs has one memory and ignores memory kinds inside jit"
+    if platform != "tpu" and release < (0, 11, 1):
+        return (
+            f"jaxlib {jaxlib} reads offloaded scan residuals back in the wrong order on GPUs "
+            "(openxla/xla pull requests 46231 and 46308); upgrade to jaxlib 0.11.1 or newer"
+        )
+    return None
+
+
+def _ahead_of_time(platform: str, chip_name: str, topology: str) -> Target:
+    """The target made of devices that only the compiler of ``platform`` knows."""
+    chip = CHIPS[platform][chip_name]
+    name = f"{platform}:{chip_name}:{topology}"
+    return Target(
+        name=name,
+        platform=platform,
+        kind=chip.kind,
+        memory=int(chip.memory * _share(platform)),
+        host_memory=_pool(platform, None),
+        rates=chip.rates,
+        offload_refusal=_offload_refusal(platform),
+        ahead_of_time=True,
+        _devices=topology_devices(platform, chip_name, topology),
+    )
+
+
+def _share(platform: str) -> float:
+    """The part of device memory that JAX takes: three quarters of a GPU unless told otherwise."""
+    chosen = (os.environ.get(variable) for variable in _SHARE_VARIABLES)
+    return float(next(filter(None, chosen), 0.75)) if platform == "cuda" else 1.0
