@@ -1,0 +1,191 @@
+"""The benchmark models have the published sizes, train, and are the same under any decorator."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import models
+
+# Optimised code is of no use to programs that run a few times.
+FAST = {"xla_backend_optimization_level": 0}
+
+COUNTS = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "bert-base": 109_514_298,
+    "bert-large": 335_174_458,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "vit-b": 86_567_656,
+    "vit-l": 304_326_632,
+    "llama": 1_100_048_384,
+    "llama3-8b": 8_030_261_248,
+}
+
+# One of every family, scanned where it can be, for speed; nano is the unrolled one.
+TRAINED = [
+    ("nano", False),
+    ("bert-base", True),
+    ("resnet50", False),
+    ("vit-b", True),
+    ("mlp", False),
+    ("llama", True),
+]
+RECOMPUTED = [
+    ("nano", False),
+    ("gpt2", True),
+    ("resnet50", False),
+    ("mlp", False),
+    ("llama", True),
+]
+SCANNED = ["nano", "bert-base", "vit-b", "llama"]
+
+
+def fast(function):
+    return jax.jit(function, compiler_options=FAST)
+
+
+@functools.cache
+def draw(name, scan):
+    """State and batch of a small case."""
+    return fast(models.build(name, small=True, scan=scan).init)(0)
+
+
+def count(params):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def assert_close(actual, expected):
+    """Compares trees within 1e-5 of the largest value: some gradients are zero but for rounding."""
+    scale = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(expected))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * scale),
+        actual,
+        expected,
+    )
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_published_size(name):
+    assert count(models.build(name).state.params) == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", SCANNED)
+def test_scan_has_same_size(name):
+    assert count(models.build(name, scan=True).state.params) == count(
+        models.build(name).state.params
+    )
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_small_keeps_structure(name):
+    small, full = models.build(name, small=True).state, models.build(name).state
+    assert jax.tree.structure(small) == jax.tree.structure(full)
+    assert count(small.params) < count(full.params) / 4
+
+
+@pytest.mark.parametrize(("name", "scan"), TRAINED)
+def test_loss_falls(name, scan):
+    case = models.build(name, small=True, scan=scan, **quiet(name))
+    state, batch = draw(name, scan)
+    step = fast(case.step)
+    losses = []
+    for _ in range(8):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert np.all(np.isfinite(losses))
+    assert losses[-1] < losses[0]
+
+
+def quiet(name):
+    """Options that turn dropout off where there is any, so that few steps show progress."""
+    return {} if name in {"resnet50", "mlp", "llama"} else {"dropout": 0.0}
+
+
+@pytest.mark.parametrize(("name", "scan"), RECOMPUTED)
+def test_recompute_changes_nothing(name, scan):
+    plain = models.build(name, small=True, scan=scan)
+    recomputed = models.build(name, small=True, scan=scan, remat=models.checkpoint(name))
+    assert jax.tree.structure(recomputed.state) == jax.tree.structure(plain.state)
+    state, batch = draw(name, scan)
+    assert_close(fast(recomputed.grads)(state, batch), fast(plain.grads)(state, batch))
+    assert "remat2" in str(jax.make_jaxpr(recomputed.loss)(state, batch))
+
+
+def test_scan_changes_nothing():
+    scanned = models.build("nano", small=True, scan=True, dropout=0.0)
+    unrolled = models.build("nano", small=True, dropout=0.0)
+    state, batch = draw("nano", scan=False)
+    expected = fast(unrolled.loss)(state, batch)
+    stacked = state._replace(params=stack(state.params))
+    np.testing.assert_allclose(fast(scanned.loss)(stacked, batch), expected, rtol=1e-5)
+
+
+def stack(params):
+    """Parameters of unrolled blocks as those of the scanned one."""
+    names = sorted((name for name in params if name.startswith("h_")), key=lambda n: int(n[2:]))
+    blocks = [params[name] for name in names]
+    rest = {name: value for name, value in params.items() if name not in names}
+    return {**rest, "h": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
+
+
+def test_dropout_depends_on_step():
+    case = models.build("nano", small=True)
+    state, batch = draw("nano", scan=False)
+    loss = fast(case.loss)
+    later = state._replace(step=state.step + 1)
+    assert loss(state, batch) == loss(state, batch)
+    assert loss(state, batch) != loss(later, batch)
+
+
+def test_options_reach_the_model():
+    case = models.build("gpt2", batch=3, length=64, dtype=jnp.bfloat16)
+    assert case.batch["tokens"].shape == (3, 65)
+    text = str(jax.make_jaxpr(case.loss)(case.state, case.batch))
+    assert "bf16[3,64,768]" in text
+    assert {leaf.dtype for leaf in jax.tree.leaves(case.state.params)} == {jnp.dtype("float32")}
+
+
+def test_region_names_follow_modules():
+    case = models.build("nano", small=True)
+    text = jax.jit(case.loss).lower(case.state, case.batch).as_text(debug_info=True)
+    assert "h_3/attn" in text
+    assert "h_2/mlp/ff1" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "gpt5"}, "unknown model 'gpt5'; known: gpt2"),
+        ({"name": "mlp", "scan": True}, "model 'mlp' has no option scan"),
+        ({"name": "resnet50", "dropout": 0.5}, "model 'resnet50' has no option dropout"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        models.build(**arguments)
+
+
+def test_attention_matches_dense_attention():
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v = (
+        jax.random.normal(key, (2, 32, n, 8)) for key, n in zip(keys, (4, 2, 2), strict=False)
+    )
+    weights = jax.random.normal(keys[3], q.shape)
+
+    def blockwise(q, k, v):
+        return jnp.sum(weights * models.flash.attention(q, k, v, 8))
+
+    def dense(q, k, v):
+        return jnp.sum(weights * jax.nn.dot_product_attention(q, k, v, is_causal=True))
+
+    assert_close(
+        jax.value_and_grad(blockwise, (0, 1, 2))(q, k, v),
+        jax.value_and_grad(dense, (0, 1, 2))(q, k, v),
+    )
