@@ -1,0 +1,21 @@
+"""Plan a JAX training step to a memory budget: save, offload or recompute every intermediate."""
+
+from jdelta._decision import Decision as Decision
+from jdelta._errors import BudgetError as BudgetError
+from jdelta._errors import JdeltaError as JdeltaError
+from jdelta._errors import OffloadError as OffloadError
+from jdelta._errors import PlanMismatchError as PlanMismatchError
+from jdelta._errors import TargetError as TargetError
+from jdelta._errors import TraceError as TraceError
+from jdelta._plan import DeferredPlan as DeferredPlan
+from jdelta._plan import Plan as Plan
+from jdelta._plan import jit as jit
+from jdelta._plan import load as load
+from jdelta._plan import plan as plan
+from jdelta._remat import remat as remat
+from jdelta._residual import Residual as Residual
+from jdelta._solver import Knapsack as Knapsack
+from jdelta._solver import Milp as Milp
+from jdelta._target import Target as Target
+
+__version__ = "0.1.0"

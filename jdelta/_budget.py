@@ -1,0 +1,83 @@
+"""Budgets as users write them: bytes, ``"14GiB"``, or a share of the un-rematerialised peak."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from jdelta._errors import BudgetError
+
+_UNITS = {"": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGTP", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+_UNITS["B"] = 1
+_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([A-Za-z%]*)\s*")
+
+_EXPECTED = (
+    "expected bytes (an int), a size such as '14GiB' or '14GB', or a share of the "
+    "un-rematerialised step's peak such as 0.5 or '50%'"
+)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A bound on the peak of the whole compiled step, per device; one of the two is set.
+
+    Attributes:
+        bytes: The bound in bytes.
+        share: The bound as a share of the un-rematerialised step's compiled peak, in (0, 1].
+    """
+
+    bytes: int | None = None
+    share: float | None = None
+
+
+def parse_budget(budget: int | float | str) -> Budget:
+    """Read a budget.
+
+    Raises:
+        BudgetError: It is zero, negative, not finite, or not understood.
+    """
+    if isinstance(budget, str):
+        return _parse_text(budget)
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):  # pyright: ignore
+        raise BudgetError(f"budget: {_EXPECTED}; got {budget!r}")
+    if not math.isfinite(budget) or budget <= 0:
+        raise BudgetError(f"budget must be above zero; got {budget!r}; {_EXPECTED}")
+    if isinstance(budget, int):
+        return Budget(bytes=budget)
+    if budget <= 1:
+        return Budget(share=budget)
+    return Budget(bytes=int(budget))
+
+
+def _parse_text(text: str) -> Budget:
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise BudgetError(f"budget {text!r} is not understood; {_EXPECTED}")
+    number, unit = float(match[1]), match[2]
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise BudgetError(f"budget {text!r}: a share lies above 0% and at most at 100%")
+        return Budget(share=number / 100)
+    if unit not in _UNITS:
+        raise BudgetError(
+            f"budget {text!r}: unit {unit!r} is not known; use one of {', '.join(_UNITS)[2:]} or %"
+        )
+    size = int(number * _UNITS[unit])
+    if size <= 0:
+        raise BudgetError(f"budget must be above zero; got {text!r}; {_EXPECTED}")
+    return Budget(bytes=size)
+
+
+def format_bytes(size: float) -> str:
+    """Bytes with a binary unit and three or four digits: ``1.50 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1000 or unit == "GiB":
+            break
+        size /= 1024
+    digits = 0 if unit == "B" else 2 if abs(size) < 100 else 1
+    return f"{size:.{digits}f} {unit}"

@@ -1,0 +1,16 @@
+"""What may become of a residual between the forward pass and its use in the backward pass."""
+
+import enum
+
+
+class Decision(enum.Enum):
+    """Where a residual lives from its last forward use to its first backward use."""
+
+    SAVE = "save"
+    """Kept in device memory."""
+
+    OFFLOAD = "offload"
+    """Copied to pinned host memory and fetched back before use."""
+
+    RECOMPUTE = "recompute"
+    """Dropped, and computed again in the backward pass from what is left."""

@@ -1,0 +1,91 @@
+"""A plan written into the step: the step traced under a policy, simulated, lowered for a target."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jdelta import _jax
+from jdelta._errors import PlanMismatchError
+from jdelta._graph import Value, graph_of
+from jdelta._items import padded_bytes
+from jdelta._peak import Timeline, timeline
+from jdelta._policy import Policy
+from jdelta._region import Session
+from jdelta._target import Target
+from jdelta._trace import walk
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step as the planner handles it.
+
+    Attributes:
+        fun: The user's step, never edited.
+        args: Its arguments, as shapes placed on the target, or concrete.
+        donate: Argument numbers whose buffers the results may take.
+        target: What it is compiled for.
+        aliases: From regions' names while tracing to their names in plans.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    donate: tuple[int, ...]
+    target: Target
+    aliases: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Emission:
+    """A step under a policy (None: the plain step), not compiled yet.
+
+    Attributes:
+        policy: The policy.
+        timeline: Simulated live temporaries.
+        lower: Lowers the program for the target.
+    """
+
+    policy: Policy | None
+    timeline: Timeline
+    lower: Callable[[], jax.stages.Lowered]
+
+
+def emit(step: Step, policy: Policy | None) -> Emission:
+    """Trace a step under a policy.
+
+    Raises:
+        PlanMismatchError: The step does not contain all the names that the policy decides about.
+    """
+
+    @functools.wraps(step.fun)
+    def planned(*args: Any) -> Any:
+        with _jax.session_context(Session(policy, step.aliases)):
+            return step.fun(*args)
+
+    traced = jax.jit(planned, donate_argnums=step.donate).trace(*step.args)
+    graph = graph_of(traced.jaxpr)
+    if policy is not None:
+        _check_names(policy, {str(op.name) for op, _, _ in walk(graph) if op.name})
+    platform = step.target.platform
+
+    def size(value: Value) -> int:
+        return padded_bytes(value, platform)
+
+    def lower() -> jax.stages.Lowered:
+        return traced.lower(lowering_platforms=(platform,))
+
+    return Emission(policy, timeline(graph, size), lower)
+
+
+def _check_names(policy: Policy, found: set[str]) -> None:
+    missing = sorted((policy.saved | policy.offloaded) - found)
+    if missing:
+        raise PlanMismatchError(
+            f"The step does not compute {len(missing)} of the values that the plan keeps: "
+            f"{', '.join(missing[:5])}. The plan was made for another program (or another version "
+            "of JAX or Flax): plan this one again."
+        )

@@ -1,0 +1,80 @@
+"""Plans as files: versioned JSON, no pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jdelta._errors import PlanMismatchError
+from jdelta._policy import Policy
+from jdelta._residual import Residual
+
+VERSION = 1
+P = TypeVar("P")
+
+
+def save(plan: Any, path: str | os.PathLike[str]) -> None:
+    """Write a plan, all its public fields."""
+    record: dict[str, Any] = {"jdelta_plan": VERSION}
+    for field in _fields(plan):
+        value = getattr(plan, field.name)
+        if field.name == "residuals":
+            value = [dataclasses.asdict(residual) for residual in value]
+        elif isinstance(value, Policy):
+            value = _policy_record(value)
+        record[field.name] = value
+    Path(path).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+def load(path: str | os.PathLike[str], cls: type[P]) -> P:
+    """Read a plan.
+
+    Raises:
+        PlanMismatchError: The file is no plan, damaged, or of a version that is not understood.
+    """
+    try:
+        record: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PlanMismatchError(f"{path} is damaged or no plan: {error}. Plan again.") from error
+    version = record.get("jdelta_plan") if isinstance(record, dict) else None
+    if version != VERSION:
+        raise PlanMismatchError(
+            f"{path}: expected a jdelta plan of version {VERSION}, got version {version!r}. "
+            "Plan again with this version of jdelta."
+        )
+    try:
+        return cls(**{f.name: _read(f.name, record[f.name]) for f in _fields(cls)})
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise PlanMismatchError(
+            f"{path}: the plan is damaged at {error}. Plan again and save it anew."
+        ) from error
+
+
+def _fields(plan: Any) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(plan) if not f.name.startswith("_")]
+
+
+def _policy_record(policy: Policy) -> dict[str, Any]:
+    return {
+        "saved": sorted(policy.saved),
+        "offloaded": sorted(policy.offloaded),
+        "recomputed": sorted(policy.recomputed),
+        "regions": policy.regions,
+    }
+
+
+def _read(name: str, value: Any) -> Any:
+    if name == "residuals":
+        return tuple(Residual(**{k: _tuples(v) for k, v in row.items()}) for row in value)
+    if name == "policy" and value is not None:
+        names = {k: frozenset[str](value[k]) for k in ("saved", "offloaded", "recomputed")}
+        return Policy(**names, regions=_tuples(value["regions"]))
+    return _tuples(value)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples they were."""
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

@@ -1,0 +1,139 @@
+"""From residuals to the items of a planning problem: bytes on the target, seconds of each way."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jdelta._decision import Decision
+from jdelta._errors import PlanMismatchError
+from jdelta._graph import Value
+from jdelta._problem import Item, Problem
+from jdelta._residual import Residual
+from jdelta._target import Target
+
+LEAST_OFFLOAD = 1 << 20
+"""Bytes below which a buffer is not offloaded: the transfer would be all latency."""
+
+_TILE = {1: (32, 128), 2: (16, 128), 4: (8, 128), 8: (8, 128)}
+
+
+def padded_bytes(value: Value, platform: str) -> int:
+    """Bytes of a value on the target, padding of its layout included.
+
+    A TPU stores its two minor dimensions in tiles of 8 × 128 words (16 × 128 for two-byte,
+    32 × 128 for one-byte types); the compiler is taken to choose the layout with the least padding.
+    """
+    if platform != "tpu" or len(value.shape) < 2 or value.bytes == 0:
+        return value.bytes
+    itemsize = value.bytes // math.prod(value.shape) or 1
+    rows, columns = _TILE.get(itemsize, (8, 128))
+    factors = [
+        _waste(a, rows) * _waste(b, columns)
+        for i, a in enumerate(value.shape)
+        for j, b in enumerate(value.shape)
+        if i != j
+    ]
+    return int(value.bytes * min(factors))
+
+
+def _waste(size: int, tile: int) -> float:
+    return math.ceil(size / tile) * tile / size
+
+
+def offload_refusal(residual: Residual, target: Target) -> str | None:
+    """Why a residual must not be offloaded; None if it may."""
+    if target.offload_refusal:
+        return target.offload_refusal
+    if residual.loops == 0:
+        return "not in a loop: XLA does not free offloaded residuals of unrolled layers in time"
+    if residual.loops > 1:
+        return "in nested loops, where XLA fails on offloaded values"
+    if residual.bytes < LEAST_OFFLOAD * residual.count or not residual.shape:
+        return "too small to be worth a transfer"
+    if residual.dtype.startswith("key"):
+        return "a PRNG key"
+    return None
+
+
+@dataclass(frozen=True)
+class Items:
+    """The residuals of a step as a problem, those that the user pinned taken out.
+
+    Attributes:
+        problem: The problem with capacity zero; ``with_capacity`` sets it.
+        residuals: All residuals of the step.
+        pinned: Decisions of the user's, by name.
+    """
+
+    problem: Problem
+    residuals: tuple[Residual, ...]
+    pinned: Mapping[str, Decision]
+
+    def decisions(self, chosen: Sequence[Decision]) -> dict[str, Decision]:
+        """Decisions for all residuals, given those for the items."""
+        free = {item.name: d for item, d in zip(self.problem.items, chosen, strict=True)}
+        return {r.name: self.pinned.get(r.name) or free[r.name] for r in self.residuals}
+
+
+def items_of(
+    residuals: Sequence[Residual],
+    target: Target,
+    host_budget: float,
+    pin: Mapping[str, Decision | str],
+) -> Items:
+    """State the planning problem of a step.
+
+    Raises:
+        PlanMismatchError: A pattern of ``pin`` fits no residual, or pins to the host what cannot
+            be offloaded.
+    """
+    pinned = _pinned(residuals, target, pin)
+    rates = target.rates
+    index: dict[str, int] = {}
+    items: list[Item] = []
+    host = 0.0
+    for r in residuals:
+        if pinned.get(r.name) in (Decision.SAVE, Decision.OFFLOAD):
+            host += r.bytes if pinned[r.name] is Decision.OFFLOAD else 0
+            continue
+        value = Value(r.shape, r.dtype, r.bytes // max(1, r.count))
+        held = pinned.get(r.name) is Decision.RECOMPUTE
+        away = held or offload_refusal(r, target) is not None
+        index[r.name] = len(items)
+        items.append(
+            Item(
+                name=r.name,
+                bytes=math.inf if held else padded_bytes(value, target.platform) * r.count,
+                seconds=r.seconds,
+                sources=tuple(index[s] for s in r.sources if s in index),
+                needed=r.needed,
+                seconds_out=math.inf if away else r.bytes / rates.device_to_host,
+                seconds_in=math.inf if away else r.bytes / rates.host_to_device,
+                host_bytes=r.bytes,
+            )
+        )
+    problem = Problem(tuple(items), capacity=0.0, host_capacity=host_budget - host)
+    return Items(problem, tuple(residuals), pinned)
+
+
+def _pinned(
+    residuals: Sequence[Residual], target: Target, pin: Mapping[str, Decision | str]
+) -> dict[str, Decision]:
+    pinned: dict[str, Decision] = {}
+    for pattern, given in pin.items():
+        decision = Decision(given)
+        fitting = [r for r in residuals if fnmatch.fnmatchcase(r.name, pattern)]
+        if not fitting:
+            raise PlanMismatchError(
+                f"pin: no residual is called {pattern!r}; there are "
+                f"{', '.join(r.name for r in residuals[:8])}… (print a plan to see all)"
+            )
+        for r in fitting:
+            refusal = offload_refusal(r, target) if decision is Decision.OFFLOAD else None
+            if refusal:
+                raise PlanMismatchError(f"pin: {r.name!r} cannot be offloaded: {refusal}")
+            pinned[r.name] = decision
+    return pinned

@@ -1,0 +1,435 @@
+"""``jdelta.plan`` and what it returns: the only file that knows the whole pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from jdelta import _file
+from jdelta._budget import format_bytes, parse_budget
+from jdelta._cost import program_seconds
+from jdelta._decision import Decision
+from jdelta._emit import Step, emit
+from jdelta._errors import BudgetError, PlanMismatchError, TargetError
+from jdelta._items import items_of
+from jdelta._measure import Measurement, measure
+from jdelta._planner import Found, Search
+from jdelta._policy import Policy
+from jdelta._residual import Residual, residuals
+from jdelta._solution import Outcome
+from jdelta._solver import Knapsack, Milp, Solver
+from jdelta._table import format_seconds, format_table, rows
+from jdelta._target import Target, resolve
+from jdelta._trace import trace
+
+MARGIN = 0.05
+"""Share of a target's memory left free when no budget is given: the allocator's and the runtime's."""
+
+_SOLVERS: Mapping[str, Solver] = {"knapsack": Knapsack(), "milp": Milp()}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of every residual of a training step, and the checked result of compiling it.
+
+    A plan is a ``jax.checkpoint`` policy: pass it as ``policy=`` to ``jdelta.remat``,
+    ``jax.checkpoint``, ``nn.remat`` or ``nnx.remat`` around units marked with ``jdelta.remat``.
+    It is immutable and hashable; plans made by equal decisions for the same program are equal.
+
+    Attributes:
+        policy: The decisions as a policy; None when the plain step fits the budget.
+        residuals: The step's residuals, in the order of the forward pass.
+        budget: Bound on the peak per device of the whole compiled step, bytes.
+        predicted_peak: Peak predicted before this plan was compiled, bytes per device.
+        compiled_peak: Peak of the compiled program (arguments, results and temporaries, less
+            aliasing), bytes per device, as the target's compiler gives it.
+        host_bytes: Bytes of temporaries in pinned host memory in the compiled program.
+        floor: Least peak that recomputing everything reaches, bytes; that of the plain step where
+            the plain step fits.
+        ceiling: Peak of the plain step, bytes: compiled where it was compiled, else predicted.
+        overhead: Predicted seconds that recompute and transfers add to a step.
+        step_seconds: Predicted seconds of the plain step.
+        result: How the search ended, and what to do about it.
+        compiles: Programs compiled to find the plan (those known from the disk cache included).
+        target: Name of the target.
+        donate_argnums: Arguments whose buffers the results may take, as compiled.
+        fingerprint: Digest of the plain program the plan was made for.
+        aliases: From regions' names while tracing to their names here.
+    """
+
+    policy: Policy | None
+    residuals: tuple[Residual, ...] = field(repr=False)
+    budget: int
+    predicted_peak: int
+    compiled_peak: int
+    host_bytes: int
+    floor: int
+    ceiling: int
+    overhead: float
+    step_seconds: float
+    result: str
+    compiles: int
+    target: str
+    donate_argnums: tuple[int, ...]
+    fingerprint: str
+    aliases: tuple[tuple[str, str], ...] = field(repr=False)
+    _step: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    _args: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+    _compiled: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def decisions(self) -> Mapping[str, Decision]:
+        """From the name of each residual to its decision."""
+        policy = self.policy
+        if policy is None:
+            return MappingProxyType({r.name: Decision.SAVE for r in self.residuals})
+        return MappingProxyType({r.name: policy.decision(r.name) for r in self.residuals})
+
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+        """What ``jax.checkpoint`` is to do with the results of an equation."""
+        if self.policy is None:
+            return jax.checkpoint_policies.everything_saveable(prim, *avals, **params)
+        return self.policy(prim, *avals, **params)
+
+    def prevents_cse(self, region: str) -> bool:
+        """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
+        return self.policy is None or self.policy.prevents_cse(region)
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled step; compiled now if its figures came from the disk cache.
+
+        Raises:
+            PlanMismatchError: The plan was loaded from a file; ``jit`` compiles it.
+        """
+        if self._compiled is not None:
+            return self._compiled
+        if self._step is None:
+            raise PlanMismatchError(
+                "A plan loaded from a file has no compiled step. Give the step to "
+                "plan.jit(step_fn) and call the result."
+            )
+        return _compile(self, self._step, self._args, self.donate_argnums)
+
+    def jit(
+        self,
+        step_fn: Callable[..., Any] | None = None,
+        *,
+        donate_argnums: int | Sequence[int] | None = None,
+    ) -> Callable[..., Any]:
+        """The step under this plan, like ``jax.jit(step_fn)``.
+
+        Args:
+            step_fn: The step, for a plan that was loaded from a file; default: the step that was
+                planned.
+            donate_argnums: As in ``jax.jit``; default: as planned, which needs no new compilation.
+
+        Returns:
+            A function with the signature of the step, for arguments of the planned shapes.
+
+        Raises:
+            TargetError: The plan was made ahead of time for devices that are not here.
+            PlanMismatchError: A loaded plan without ``step_fn``; and, when the result is called,
+                arguments or a program that the plan was not made for.
+            BudgetError: With other donation than planned the step is over the budget.
+        """
+        fun = step_fn or self._step
+        if fun is None:
+            raise PlanMismatchError(
+                "A plan loaded from a file does not contain the step: call plan.jit(step_fn)."
+            )
+        if ":" in self.target:
+            raise TargetError(
+                f"The plan was made ahead of time for {self.target}, which cannot run here. Save "
+                "it with plan.save(path), or plan without target= on the machine that trains."
+            )
+        donate = self.donate_argnums if donate_argnums is None else _numbers(donate_argnums)
+        ready = fun is self._step and donate == self.donate_argnums
+        return _PlannedStep(self, fun, donate, self._compiled if ready else None)
+
+    def save(self, path: str) -> None:
+        """Write the plan to ``path`` as JSON, to be read by ``jdelta.load``."""
+        _file.save(self, path)
+
+    def __str__(self) -> str:
+        """The plan's table, and its figures for the whole step."""
+        return f"{format_table(rows(self.residuals, self.decisions))}\n\n{_summary(self)}"
+
+
+def plan(
+    step_fn: Callable[..., Any],
+    budget: int | float | str | None = None,
+    *args: Any,
+    target: str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    solver: str | Solver = "knapsack",
+    host_budget: int | str | None = None,
+    pin: Mapping[str, Decision | str] = MappingProxyType({}),
+) -> Any:
+    """Plan a training step to a memory budget, compile it under the plan and check it.
+
+    Args:
+        step_fn: Any function that ``jax.jit`` accepts and that takes a gradient inside, with units
+            marked by ``jdelta.remat``. It is not edited.
+        budget: Bound on the peak per device of the whole compiled step: bytes (``int``), a size
+            (``"14GiB"``, ``"14GB"``), or a share of the plain step's compiled peak (``0.5``,
+            ``"50%"``). Default: the target's memory less 5 %.
+        *args: Arguments of the step: arrays or ``jax.ShapeDtypeStruct``. Without any, planning is
+            put off until the result's ``jit`` is called.
+        target: Default: the devices the arguments live on. Ahead of time: ``"tpu:v5e:2x2"``,
+            ``"tpu:v5p:2x2x1"``, ``"tpu:v6e:4x4"``, ``"cuda:h100"``, ``"cuda:a100"``,
+            ``"cuda:b200"``.
+        donate_argnums: As in ``jax.jit``; donated arguments count once in the peak.
+        solver: ``"knapsack"`` (DELTA's heuristic), ``"milp"`` (exact, HiGHS), or a solver object.
+        host_budget: Bound on pinned host bytes; default: the target's, as far as it is known.
+        pin: Decisions taken by hand: from a pattern of residual names (``"h/mlp/*"``) to
+            ``"save"``, ``"offload"`` or ``"recompute"``.
+
+    Returns:
+        A ``Plan``; without ``args`` a ``DeferredPlan``.
+
+    Raises:
+        BudgetError: The budget is malformed, above the target's memory, or below the floor.
+        TraceError: The step has no region or takes no gradient.
+        TargetError: The target is unknown or its compiler is not installed.
+        OffloadError: The compiled program does not offload what was planned.
+        PlanMismatchError: A pattern of ``pin`` fits nothing.
+    """
+    options: dict[str, Any] = {
+        "target": target,
+        "donate_argnums": _numbers(donate_argnums),
+        "solver": _solver(solver),
+        "host_budget": host_budget,
+        "pin": pin,
+    }
+    if budget is not None:
+        parse_budget(budget)
+    if not args:
+        return DeferredPlan(step_fn, budget, options)
+    return _plan(step_fn, budget, args, **options)
+
+
+def jit(
+    step_fn: Callable[..., Any], *, budget: int | float | str | None = None, **options: Any
+) -> Callable[..., Any]:
+    """``jax.jit`` within a memory budget: plans at the first call, and again for new shapes.
+
+    Args:
+        step_fn: As in ``jdelta.plan``.
+        budget: As in ``jdelta.plan``.
+        **options: The other keyword arguments of ``jdelta.plan``.
+
+    Returns:
+        A function with the signature of the step. Its ``plans`` lists the plans made so far.
+
+    Raises:
+        JdeltaError: When called, what ``jdelta.plan`` raises.
+    """
+    return plan(step_fn, budget, **options).jit()
+
+
+def load(path: str) -> Plan:
+    """Read a plan written by ``Plan.save``.
+
+    Raises:
+        PlanMismatchError: The file is no plan, damaged, or of a version that is not understood.
+    """
+    return _file.load(path, Plan)
+
+
+@dataclass(frozen=True)
+class DeferredPlan:
+    """A plan without arguments yet: made when the function that ``jit`` returns is first called.
+
+    Attributes:
+        step_fn: The step.
+        budget: As given to ``jdelta.plan``.
+        options: The other arguments of ``jdelta.plan``.
+    """
+
+    step_fn: Callable[..., Any]
+    budget: int | float | str | None
+    options: Mapping[str, Any] = field(hash=False)
+
+    def jit(self, *, donate_argnums: int | Sequence[int] | None = None) -> Callable[..., Any]:
+        """The step, planned at the first call with each new set of shapes."""
+        donate = {} if donate_argnums is None else {"donate_argnums": _numbers(donate_argnums)}
+        return _Deferred(self.step_fn, self.budget, {**self.options, **donate})
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Refused: there are no decisions yet."""
+        raise PlanMismatchError(
+            "This plan has no arguments yet, so it cannot serve as a policy. Give jdelta.plan the "
+            "step's arguments (arrays or jax.ShapeDtypeStruct), or use the function that .jit() "
+            "of this plan returns."
+        )
+
+
+class _Deferred:
+    """Plans a step once for each set of shapes it is called with."""
+
+    def __init__(self, step_fn: Callable[..., Any], budget: Any, options: Mapping[str, Any]):
+        self._plan_of = lambda args: _plan(step_fn, budget, args, **options)
+        self._steps: dict[Any, Any] = {}
+        self.plans: list[Plan] = []
+
+    def __call__(self, *args: Any) -> Any:
+        key = _signature(args)
+        if key not in self._steps:
+            plan = self._plan_of(args)
+            self.plans.append(plan)
+            self._steps[key] = plan.jit()
+        return self._steps[key](*args)
+
+
+class _PlannedStep:
+    """A step under a plan, for arguments of the planned shapes."""
+
+    def __init__(self, plan: Plan, fun: Callable[..., Any], donate: tuple[int, ...], ready: Any):
+        self.plan = plan
+        self._fun = fun
+        self._donate = donate
+        self._compiled = ready
+
+    def __call__(self, *args: Any) -> Any:
+        if self._compiled is None:
+            self._compiled = _compile(self.plan, self._fun, args, self._donate)
+        try:
+            return self._compiled(*args)
+        except TypeError as error:
+            raise PlanMismatchError(
+                "The step was planned for arguments of other shapes or dtypes than it was called "
+                f"with. Plan again for these, or use jdelta.jit, which does. JAX says: {error}"
+            ) from error
+
+
+def _compile(
+    plan: Plan, fun: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...]
+) -> jax.stages.Compiled:
+    """Compile a step under a plan and check it against the budget."""
+    target = resolve(plan.target, args)
+    found = trace(fun, *args)
+    if found.fingerprint != plan.fingerprint:
+        raise PlanMismatchError(
+            f"The plan was made for program {plan.fingerprint}, this is {found.fingerprint}: other "
+            "code, shapes, dtypes, or versions of JAX and Flax. Plan this program."
+        )
+    step = Step(fun, args, donate, target, dict(plan.aliases))
+    lowered = emit(step, plan.policy).lower()
+    compiled, measurement = measure(lowered, target, executable=True)
+    if compiled is None or measurement.peak > plan.budget:
+        raise BudgetError(
+            f"Compiled with donate_argnums={donate} the step needs "
+            f"{format_bytes(measurement.peak)}, over the budget of {format_bytes(plan.budget)}; "
+            f"it was planned with donate_argnums={plan.donate_argnums}."
+        )
+    return compiled
+
+
+def _plan(
+    step_fn: Callable[..., Any],
+    budget: int | float | str | None,
+    args: tuple[Any, ...],
+    *,
+    target: str | None,
+    donate_argnums: tuple[int, ...],
+    solver: Solver,
+    host_budget: int | str | None,
+    pin: Mapping[str, Decision | str],
+) -> Plan:
+    where = resolve(target, args)
+    bound = parse_budget(int(where.memory * (1 - MARGIN)) if budget is None else budget)
+    if bound.bytes and bound.bytes > where.memory:
+        raise BudgetError(
+            f"The budget of {format_bytes(bound.bytes)} is above the {format_bytes(where.memory)} "
+            f"that {where.name} has. Leave it out to use what there is."
+        )
+    placed = where.abstract(args)
+    found = trace(step_fn, *placed)
+    priced = tuple(r for region in found.regions for r in residuals(region, where.rates))
+    items = items_of(priced, where, _host_capacity(host_budget, where), pin)
+    step = Step(step_fn, placed, donate_argnums, where, found.aliases)
+    search = Search(step, items, {region.name: region.loops for region in found.regions}, solver)
+    result = search.run(bound)
+    best = result.best
+    measurement: Measurement | None = best.measurement
+    assert measurement is not None
+    return Plan(
+        policy=best.emission.policy,
+        residuals=priced,
+        budget=result.budget,
+        predicted_peak=best.predicted,
+        compiled_peak=best.peak,
+        host_bytes=measurement.host,
+        floor=result.floor,
+        ceiling=result.ceiling,
+        overhead=best.overhead,
+        step_seconds=program_seconds(found.graph, where.rates),
+        result=_result(result),
+        compiles=result.compiles,
+        target=where.name,
+        donate_argnums=donate_argnums,
+        fingerprint=found.fingerprint,
+        aliases=tuple(found.aliases.items()),
+        _step=step_fn,
+        _args=placed,
+        _compiled=best.compiled,
+    )
+
+
+def _result(found: Found) -> str:
+    if found.best.decisions is None:
+        return "The plain step fits: nothing is rematerialised."
+    return (found.best.outcome or Outcome.HEURISTIC).value
+
+
+def _host_capacity(host_budget: int | str | None, target: Target) -> float:
+    if host_budget is None:
+        return float(target.host_memory or math.inf)
+    parsed = parse_budget(host_budget)
+    if parsed.bytes is None:
+        raise BudgetError(
+            f"host_budget: expected bytes or a size such as '40GiB'; got {host_budget!r}"
+        )
+    return float(parsed.bytes)
+
+
+def _numbers(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+
+
+def _solver(solver: str | Solver) -> Solver:
+    if isinstance(solver, Solver):
+        return solver
+    if solver not in _SOLVERS:
+        raise ValueError(f"solver must be one of {sorted(_SOLVERS)} or a Solver; got {solver!r}")
+    return _SOLVERS[solver]
+
+
+def _signature(args: tuple[Any, ...]) -> Any:
+    leaves, tree = jax.tree.flatten(args)
+    return tree, tuple(
+        (x.shape, x.dtype, getattr(x, "sharding", None)) if hasattr(x, "shape") else type(x)
+        for x in leaves
+    )
+
+
+def _summary(plan: Plan) -> str:
+    lines = {
+        "target": plan.target,
+        "budget": format_bytes(plan.budget),
+        "compiled peak": f"{format_bytes(plan.compiled_peak)} "
+        f"(predicted {format_bytes(plan.predicted_peak)}; "
+        f"floor {format_bytes(plan.floor)}, plain step {format_bytes(plan.ceiling)})",
+        "on the host": format_bytes(plan.host_bytes),
+        "overhead": f"{format_seconds(plan.overhead)} on a step of "
+        f"{format_seconds(plan.step_seconds)} (predicted, "
+        f"{100 * plan.overhead / (plan.step_seconds or 1):.1f} %)",
+        "result": plan.result,
+    }
+    return "\n".join(f"{label:<14}{text}" for label, text in lines.items())

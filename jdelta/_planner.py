@@ -1,0 +1,230 @@
+"""The search for a plan: solve, trace, predict, compile, compare with the budget, correct."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jdelta._budget import Budget, format_bytes
+from jdelta._decision import Decision
+from jdelta._emit import Emission, Step, emit
+from jdelta._errors import BudgetError, OffloadError
+from jdelta._graph import Graph
+from jdelta._items import Items
+from jdelta._measure import Measurement, measure
+from jdelta._peak import Timeline
+from jdelta._policy import Policy
+from jdelta._solution import Outcome
+from jdelta._solver.base import Solver
+
+MOST_COMPILES = 4
+GOOD_USE = 0.97
+"""Share of the budget that a plan should use before the search for a faster one ends."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Decisions, and what is known of the step they make.
+
+    Attributes:
+        decisions: One for each residual; None stands for the plain step.
+        overhead: Predicted seconds they add to the step.
+        emission: The traced step.
+        measurement: What the compiler says, once asked.
+        compiled: The executable, where the devices are attached.
+        predicted: Peak predicted before it was compiled, bytes per device.
+        outcome: How the solver ended; None for the plain step.
+    """
+
+    decisions: Mapping[str, Decision] | None
+    overhead: float
+    emission: Emission
+    predicted: int
+    outcome: Outcome | None = None
+    measurement: Measurement | None = None
+    compiled: jax.stages.Compiled | None = None
+
+    @property
+    def peak(self) -> int:
+        """Compiled peak, bytes per device."""
+        assert self.measurement is not None
+        return self.measurement.peak
+
+
+@dataclass(frozen=True)
+class Found:
+    """Outcome of a search.
+
+    Attributes:
+        best: The plan to use.
+        budget: The budget in bytes.
+        floor: Least peak compiled, or predicted when the plain step fitted at once.
+        ceiling: Peak of the plain step: compiled if it was, else predicted.
+        compiles: How many programs were compiled (or read from the cache of measurements).
+    """
+
+    best: Candidate
+    budget: int
+    floor: int
+    ceiling: int
+    compiles: int
+
+
+class Search:
+    """One search. Compiled peaks of planned steps correct the simulated ones of later candidates.
+
+    The correction is piecewise linear in the simulated peak, through the points compiled so far.
+    """
+
+    def __init__(self, step: Step, items: Items, regions: Mapping[str, int], solver: Solver):
+        self.step = step
+        self.items = items
+        self.regions = regions
+        self.solver = solver
+        self.compiles = 0
+        self._points: list[tuple[int, int]] = []
+        self._emitted: dict[Policy | None, Emission] = {}
+
+    def run(self, budget: Budget) -> Found:
+        """Find a plan within the budget.
+
+        Raises:
+            BudgetError: The budget is below the least peak that the step can reach.
+            OffloadError: What the plan offloads is not on the host in the compiled program.
+        """
+        plain = self._plain()
+        if budget.share is not None or self._may_fit(plain, budget):
+            plain = self._compile(plain)
+        bound = budget.bytes or int((budget.share or 1.0) * plain.peak)
+        if plain.measurement and plain.peak <= bound:
+            return Found(plain, bound, plain.peak, plain.peak, self.compiles)
+        floor = self._compile(self._decide(capacity=0.0))
+        if floor.peak > bound:
+            raise _too_small(bound, floor)
+        ceiling = plain.peak if plain.measurement else self._predict(plain.emission)
+        best = self._improve(floor, bound)
+        return Found(best, bound, floor.peak, ceiling, self.compiles)
+
+    def _improve(self, floor: Candidate, bound: int) -> Candidate:
+        """Spend what the floor leaves of the budget."""
+        best, goal = floor, bound
+        while self.compiles < MOST_COMPILES:
+            candidate = self._fit(floor, goal)
+            if candidate.decisions == best.decisions:
+                break
+            candidate = self._compile(candidate)
+            if candidate.peak > bound:
+                goal = bound - (candidate.peak - bound) // 4 - bound // 200
+            elif candidate.overhead <= best.overhead:
+                best = candidate
+                if candidate.peak >= GOOD_USE * bound:
+                    break
+        return best
+
+    def _fit(self, floor: Candidate, goal: int) -> Candidate:
+        """The fastest candidate whose predicted peak is within ``goal``."""
+        best, capacity = floor, float(goal - floor.peak)
+        for _ in range(4):
+            candidate = self._decide(capacity)
+            spare = goal - candidate.predicted
+            if spare >= 0 and candidate.overhead <= best.overhead:
+                best = candidate
+            if 0 <= spare <= goal * (1 - GOOD_USE) or candidate.overhead == 0.0:
+                break
+            capacity = max(0.0, capacity + spare)
+        return best
+
+    def _decide(self, capacity: float) -> Candidate:
+        problem = replace(self.items.problem, capacity=capacity)
+        solution = self.solver.solve(problem)
+        decisions = self.items.decisions(solution.decisions)
+        emission = self._emit(Policy.of(decisions, self.regions))
+        predicted = self._predict(emission)
+        return Candidate(decisions, solution.overhead, emission, predicted, solution.outcome)
+
+    def _plain(self) -> Candidate:
+        emission = self._emit(None)
+        return Candidate(None, 0.0, emission, self._predict(emission))
+
+    def _emit(self, policy: Policy | None) -> Emission:
+        if policy not in self._emitted:
+            self._emitted[policy] = emit(self.step, policy)
+        return self._emitted[policy]
+
+    def _compile(self, candidate: Candidate) -> Candidate:
+        self.compiles += 1
+        compiled, measurement = measure(candidate.emission.lower(), self.step.target)
+        if candidate.decisions is not None:
+            self._points.append((candidate.emission.timeline.peak, measurement.peak))
+            _check_offload(candidate.decisions, self.items, measurement)
+        return replace(candidate, measurement=measurement, compiled=compiled)
+
+    def _predict(self, emission: Emission) -> int:
+        """Simulated peak, corrected by what was compiled."""
+        simulated = emission.timeline.peak
+        if not self._points:
+            return simulated + _fixed_bytes(emission.timeline.graph, self.step)
+        points = sorted(self._points)
+        below = [p for p in points if p[0] <= simulated]
+        above = [p for p in points if p[0] > simulated]
+        if below and above:
+            (x0, y0), (x1, y1) = below[-1], above[0]
+            return y0 + round((y1 - y0) * (simulated - x0) / (x1 - x0))
+        x, y = below[-1] if below else above[0]
+        return y + simulated - x
+
+    def _may_fit(self, plain: Candidate, budget: Budget) -> bool:
+        """Whether compiling the plain step is worth it: the simulation is some 15 % off."""
+        return budget.bytes is not None and plain.predicted <= 1.15 * budget.bytes
+
+
+def _fixed_bytes(graph: Graph, step: Step) -> int:
+    """Bytes of arguments and results, donated ones once."""
+    inputs = sum(graph.values[v].bytes for v in graph.inputs)
+    outputs = sum(graph.values[v].bytes for v in graph.outputs if v is not None)
+    leaves: list[Any] = jax.tree.leaves([step.args[i] for i in step.donate])
+    donated = sum(x.size * x.dtype.itemsize for x in leaves if not _is_key(x))
+    return inputs + outputs - min(outputs, donated)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _check_offload(
+    decisions: Mapping[str, Decision], items: Items, measurement: Measurement
+) -> None:
+    """Compare the host bytes of the compiled program with the plan's."""
+    names = [n for n, d in decisions.items() if d is Decision.OFFLOAD]
+    if not names or measurement.refused:
+        return
+    planned = sum(r.bytes for r in items.residuals if decisions[r.name] is Decision.OFFLOAD)
+    if measurement.host < 0.98 * planned:
+        raise OffloadError(
+            f"The plan puts {format_bytes(planned)} on the host ({', '.join(names[:5])}), but the "
+            f"compiled program holds {format_bytes(measurement.host)} there. Keep these off the "
+            "host with pin={name: 'recompute'}, and report the program."
+        )
+
+
+def _too_small(bound: int, floor: Candidate) -> BudgetError:
+    return BudgetError(
+        f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed "
+        f"the step still needs {format_bytes(floor.peak)} per device"
+        f"{_largest(floor.emission.timeline)}. Raise the budget to the floor, donate the state "
+        "(donate_argnums), make the batch smaller, or mark smaller units with jdelta.remat.",
+        floor=floor.peak,
+    )
+
+
+def _largest(timeline: Timeline) -> str:
+    """What is alive at the simulated peak, for messages."""
+    rows = [
+        f"{'/'.join((*op.scope, op.primitive))} {value.dtype}{list(value.shape)} "
+        f"{format_bytes(value.bytes)}"
+        for op, value in timeline.largest(4)
+    ]
+    return f"; the largest temporaries then are {', '.join(rows)}" if rows else ""

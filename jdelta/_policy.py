@@ -1,0 +1,111 @@
+"""A set of decisions as a ``jax.checkpoint`` policy over names."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jdelta._decision import Decision
+from jdelta._errors import PlanMismatchError
+from jdelta._naming import RegionName
+
+_NUMBER = re.compile(r"_\d+$")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What ``jax.checkpoint`` is told about each named value.
+
+    Equal policies are one policy to JAX's caches, a changed one is traced anew. (No ``slots``:
+    JAX keeps weak references to policies.)
+
+    Attributes:
+        saved: Names kept on the device.
+        offloaded: Names copied to pinned host memory and back.
+        recomputed: Names dropped; a value without any decision is dropped too.
+        regions: From each region that the decisions are for to the number of loops around it.
+    """
+
+    saved: frozenset[str]
+    offloaded: frozenset[str]
+    recomputed: frozenset[str]
+    regions: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, decisions: Mapping[str, Decision], regions: Mapping[str, int]) -> Policy:
+        """The policy of ``decisions`` for the values of ``regions`` (name to loops around it)."""
+        names = {d: frozenset(n for n, is_d in decisions.items() if is_d is d) for d in Decision}
+        return cls(
+            names[Decision.SAVE],
+            names[Decision.OFFLOAD],
+            names[Decision.RECOMPUTE],
+            tuple(sorted(regions.items())),
+        )
+
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+        """What to do with the results of an equation: the protocol of ``jax.checkpoint``."""
+        name = params.get("name")
+        if not isinstance(name, RegionName):
+            return False
+        return self._by_name(prim, *avals, **{**params, "name": self._known(name)})
+
+    def decision(self, name: str) -> Decision:
+        """The decision for a residual of the plan."""
+        if name in self.saved:
+            return Decision.SAVE
+        return Decision.OFFLOAD if name in self.offloaded else Decision.RECOMPUTE
+
+    def prevents_cse(self, region: str) -> bool:
+        """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
+        return dict(self.regions).get(region, 0) == 0
+
+    @functools.cached_property
+    def _by_name(self) -> Any:
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=sorted(self.saved),
+            names_which_can_be_offloaded=sorted(self.offloaded),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+    @functools.cached_property
+    def _region_names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.regions)
+
+    @functools.cached_property
+    def _unnumbered(self) -> dict[str, set[str]]:
+        """From a region's name without call number to the planned regions it may stand for."""
+        calls: dict[str, set[str]] = {}
+        for name in self._region_names:
+            calls.setdefault(_NUMBER.sub("", name), set()).add(name)
+        return calls
+
+    def _known(self, name: RegionName) -> str:
+        """The planned name that a traced one stands for.
+
+        Outside of ``Plan.jit`` calls of a function are not counted, so that ``block_0`` and
+        ``block_1`` of the plan are both called ``block``: right only if they decide alike.
+        """
+        if name.region in self._region_names:
+            return name
+        calls = self._unnumbered.get(name.region)
+        if not calls:
+            raise PlanMismatchError(
+                f"The plan knows no region {name.region!r}; it was made for "
+                f"{', '.join(sorted(self._region_names)[:8])}. Plan the step that this model is "
+                "part of, or give the region the name it had with jdelta.remat(name=…)."
+            )
+        inner = name.removeprefix(name.region)
+        planned = {(call + inner in self.saved, call + inner in self.offloaded) for call in calls}
+        if len(planned) > 1:
+            raise PlanMismatchError(
+                f"The plan decides differently for {sorted(call + inner for call in calls)[:3]}…, "
+                f"and a policy alone cannot tell the calls of {name.region!r} apart. Use plan.jit "
+                "or jdelta.jit, or name each call: jdelta.remat(block, name=f'block_{i}')."
+            )
+        return min(calls) + inner

@@ -1,0 +1,121 @@
+"""A plan as text: one row for residuals that are alike, then the figures of the whole step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jdelta._budget import format_bytes
+from jdelta._decision import Decision
+from jdelta._residual import Residual
+
+_NUMBERED = re.compile(r"(?<=_)\d+(?=/|$)|(?<![^/])\d+(?=/|$)")
+_SMALL = 0.002
+_ORDER = {Decision.SAVE: 0, Decision.OFFLOAD: 1, Decision.RECOMPUTE: 2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Residuals that differ only in a number of their region's name and share a decision.
+
+    Attributes:
+        name: The common name, ``*`` for the number where there are several.
+        regions: How many there are.
+        sample: One of them.
+        bytes: Bytes of all of them.
+        seconds: Seconds to recompute all of them.
+        decision: What the plan does with them.
+    """
+
+    name: str
+    regions: int
+    sample: Residual
+    bytes: int
+    seconds: float
+    decision: Decision
+
+    @property
+    def matters(self) -> bool:
+        """Whether keeping it is a question at all: it is kept, or the backward pass reads it."""
+        return self.sample.needed or self.decision is not Decision.RECOMPUTE
+
+    @property
+    def why(self) -> str:
+        """The reason for the decision, in a few words."""
+        recompute = f"recompute {format_seconds(self.seconds)}"
+        if self.decision is Decision.SAVE:
+            return f"saves {recompute}"
+        if self.decision is Decision.OFFLOAD:
+            return f"transfer instead of {recompute}"
+        if not self.sample.needed:
+            return "backward reads it only through others"
+        return recompute if self.seconds else "fused where it is read"
+
+
+def rows(residuals: Sequence[Residual], decisions: Mapping[str, Decision]) -> list[Row]:
+    """The table's rows: saved ones first, larger ones first."""
+    groups: dict[tuple[object, ...], list[Residual]] = {}
+    for r in residuals:
+        inner = r.name.removeprefix(r.region)
+        key = (_NUMBERED.sub("*", r.region), inner, decisions[r.name], r.shape, r.dtype, r.count)
+        groups.setdefault(key, []).append(r)
+    made = [
+        Row(
+            name=f"{key[0]}{key[1]}" if len(group) > 1 else group[0].name,
+            regions=len(group),
+            sample=group[0],
+            bytes=sum(r.bytes for r in group),
+            seconds=sum(r.seconds for r in group),
+            decision=decisions[group[0].name],
+        )
+        for key, group in groups.items()
+    ]
+    return sorted(made, key=lambda row: (_ORDER[row.decision], -row.bytes))
+
+
+def format_table(table: Sequence[Row]) -> str:
+    """The rows as aligned text; small ones, and those no decision is needed for, in one line."""
+    total = sum(row.bytes for row in table)
+    shown = [row for row in table if row.bytes >= total * _SMALL and row.matters]
+    lines = _aligned(shown)
+    rest = len(table) - len(shown)
+    if rest:
+        size = format_bytes(sum(row.bytes for row in table) - sum(row.bytes for row in shown))
+        lines.append(f"… and {rest} rows of values that are small or not read ({size})")
+    return "\n".join(lines)
+
+
+def _aligned(table: Sequence[Row]) -> list[str]:
+    head = ("residual", "count", "shape", "bytes", "decision", "why")
+    body = [
+        (
+            row.name,
+            _count(row),
+            f"{row.sample.dtype}[{','.join(map(str, row.sample.shape))}]",
+            format_bytes(row.bytes),
+            row.decision.value,
+            row.why,
+        )
+        for row in table
+    ]
+    widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (head, *body)
+    ]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
+def _count(row: Row) -> str:
+    """``×12`` unrolled regions, ``12 in loop`` iterations; nothing for a single one."""
+    trips = f"{row.sample.count} in loop" if row.sample.count > 1 else ""
+    return f"×{row.regions} {trips}".strip() if row.regions > 1 else trips
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds with a fitting unit: ``1.24 ms``."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1 or unit == "µs":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError("unreachable")

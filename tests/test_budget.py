@@ -1,0 +1,61 @@
+import pytest
+
+from jdelta import BudgetError
+from jdelta._budget import Budget, format_bytes, parse_budget
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (1, Budget(bytes=1)),
+        (10**10, Budget(bytes=10**10)),
+        ("14GiB", Budget(bytes=14 * 2**30)),
+        ("14GB", Budget(bytes=14 * 10**9)),
+        ("1.5 MiB", Budget(bytes=3 * 2**19)),
+        ("512 B", Budget(bytes=512)),
+        ("512", Budget(bytes=512)),
+        (2e9, Budget(bytes=2 * 10**9)),
+        (0.5, Budget(share=0.5)),
+        (1.0, Budget(share=1.0)),
+        ("50%", Budget(share=0.5)),
+    ],
+)
+def test_what_is_understood(given, expected):
+    assert parse_budget(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (0, "above zero"),
+        (-1, "above zero"),
+        (-0.5, "above zero"),
+        (float("nan"), "above zero"),
+        (float("inf"), "above zero"),
+        ("0GiB", "above zero"),
+        ("14 parsecs", "unit 'parsecs' is not known; use one of KiB"),
+        ("a lot", "not understood"),
+        ("-3GiB", "not understood"),
+        ("120%", "at most at 100%"),
+        ("0%", "above 0%"),
+        (True, "expected bytes"),
+        ([1], "expected bytes"),
+    ],
+)
+def test_what_is_refused_says_why(given, says):
+    with pytest.raises(BudgetError, match=says):
+        parse_budget(given)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1536, "1.50 KiB"),
+        (2**30, "1.00 GiB"),
+        (200 * 2**30, "200.0 GiB"),
+    ],
+)
+def test_format(size, text):
+    assert format_bytes(size) == text
