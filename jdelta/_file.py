@@ -13,6 +13,7 @@ from jdelta._policy import Policy
 from jdelta._residual import Residual
 
 VERSION = 1
+_SCALARS = {"int": int, "float": (int, float), "str": str}
 P = TypeVar("P")
 
 
@@ -46,7 +47,7 @@ def load(path: str | os.PathLike[str], cls: type[P]) -> P:
             "Plan again with this version of jdelta."
         )
     try:
-        return cls(**{f.name: _read(f.name, record[f.name]) for f in _fields(cls)})
+        return cls(**{f.name: _read(f, record[f.name]) for f in _fields(cls)})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise PlanMismatchError(
             f"{path}: the plan is damaged at {error}. Plan again and save it anew."
@@ -66,12 +67,15 @@ def _policy_record(policy: Policy) -> dict[str, Any]:
     }
 
 
-def _read(name: str, value: Any) -> Any:
-    if name == "residuals":
+def _read(field: dataclasses.Field[Any], value: Any) -> Any:
+    if field.name == "residuals":
         return tuple(Residual(**{k: _tuples(v) for k, v in row.items()}) for row in value)
-    if name == "policy" and value is not None:
+    if field.name == "policy" and value is not None:
         names = {k: frozenset[str](value[k]) for k in ("saved", "offloaded", "recomputed")}
         return Policy(**names, regions=_tuples(value["regions"]))
+    expected = _SCALARS.get(str(field.type))
+    if expected and not isinstance(value, expected):
+        raise ValueError(f"{field.name}: expected {field.type}, got {value!r}")
     return _tuples(value)
 
 

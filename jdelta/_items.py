@@ -14,6 +14,9 @@ from jdelta._problem import Item, Problem
 from jdelta._residual import Residual
 from jdelta._target import Target
 
+_UNSAVEABLE = float(1 << 62)
+"""Bytes of an item that must not be saved: more than any device has, yet finite to sum up."""
+
 LEAST_OFFLOAD = 1 << 20
 """Bytes below which a buffer is not offloaded: the transfer would be all latency."""
 
@@ -106,7 +109,7 @@ def items_of(
         items.append(
             Item(
                 name=r.name,
-                bytes=math.inf if held else padded_bytes(value, target.platform) * r.count,
+                bytes=_UNSAVEABLE if held else padded_bytes(value, target.platform) * r.count,
                 seconds=r.seconds,
                 sources=tuple(index[s] for s in r.sources if s in index),
                 needed=r.needed,

@@ -115,6 +115,14 @@ def subjaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
                 yield leaf
 
 
+def scan_counts(eqn: Eqn) -> tuple[int, int]:
+    """How many inputs of a ``scan`` are constants, and how many are the carry's; the rest is xs."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.12
+    return len(consts), len(carry)
+
+
 def may_inline(eqn: Eqn) -> bool:
     """Whether the equation is a call that can be replaced by its body."""
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))

@@ -164,7 +164,7 @@ def _dependent(jaxpr: Jaxpr, tangent: Sequence[bool]) -> list[bool]:
 def _carry_fixpoint(eqn: Eqn, tangent_in: Sequence[bool]) -> list[bool]:
     """Inputs of a scan that carry a tangent in some iteration."""
     marks = list(tangent_in)
-    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry = _jax.scan_counts(eqn)
     while True:
         out = _dependent(eqn.params["jaxpr"], marks)[:carry]
         merged = [a or b for a, b in zip(marks[consts : consts + carry], out, strict=True)]
@@ -174,7 +174,7 @@ def _carry_fixpoint(eqn: Eqn, tangent_in: Sequence[bool]) -> list[bool]:
 
 
 def _scan_outputs(eqn: Eqn, inputs: Sequence[bool], body: Sequence[bool]) -> list[bool]:
-    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry = _jax.scan_counts(eqn)
     return [*inputs[consts : consts + carry], *body[carry:]]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 import jax
 
@@ -28,8 +29,9 @@ from jdelta._target import Target, resolve
 from jdelta._trace import trace
 
 MARGIN = 0.05
-"""Share of a target's memory left free when no budget is given: the allocator's and the runtime's."""
+"""Share of a target's memory left to allocator and runtime when no budget is given."""
 
+_NO_PINS: Mapping[str, Decision | str] = MappingProxyType({})
 _SOLVERS: Mapping[str, Solver] = {"knapsack": Knapsack(), "milp": Milp()}
 
 
@@ -100,7 +102,7 @@ class Plan:
         """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
         return self.policy is None or self.policy.prevents_cse(region)
 
-    @property
+    @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step; compiled now if its figures came from the disk cache.
 
@@ -161,6 +163,29 @@ class Plan:
         return f"{format_table(rows(self.residuals, self.decisions))}\n\n{_summary(self)}"
 
 
+@overload
+def plan(
+    step_fn: Callable[..., Any],
+    budget: int | float | str | None = None,
+    *,
+    target: str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    solver: str | Solver = "knapsack",
+    host_budget: int | str | None = None,
+    pin: Mapping[str, Decision | str] = _NO_PINS,
+) -> DeferredPlan: ...
+@overload
+def plan(
+    step_fn: Callable[..., Any],
+    budget: int | float | str | None,
+    first: Any,
+    *args: Any,
+    target: str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    solver: str | Solver = "knapsack",
+    host_budget: int | str | None = None,
+    pin: Mapping[str, Decision | str] = _NO_PINS,
+) -> Plan: ...
 def plan(
     step_fn: Callable[..., Any],
     budget: int | float | str | None = None,
@@ -169,8 +194,8 @@ def plan(
     donate_argnums: int | Sequence[int] = (),
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
-    pin: Mapping[str, Decision | str] = MappingProxyType({}),
-) -> Any:
+    pin: Mapping[str, Decision | str] = _NO_PINS,
+) -> Plan | DeferredPlan:
     """Plan a training step to a memory budget, compile it under the plan and check it.
 
     Args:
@@ -301,7 +326,7 @@ class _PlannedStep:
             self._compiled = _compile(self.plan, self._fun, args, self._donate)
         try:
             return self._compiled(*args)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise PlanMismatchError(
                 "The step was planned for arguments of other shapes or dtypes than it was called "
                 f"with. Plan again for these, or use jdelta.jit, which does. JAX says: {error}"

@@ -20,6 +20,10 @@ from jdelta._policy import Policy
 from jdelta._solution import Outcome
 from jdelta._solver.base import Solver
 
+_known: dict[Any, dict[Policy, tuple[float, int]]] = {}
+"""Overhead and compiled peak of each plan compiled so far, for each program: a plan found for a
+small budget is never missed by a larger one."""
+
 MOST_COMPILES = 4
 GOOD_USE = 0.97
 """Share of the budget that a plan should use before the search for a faster one ends."""

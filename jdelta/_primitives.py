@@ -1,144 +1,33 @@
 """How compilers treat JAX primitives: the classes that the peak and cost models share."""
 
 VIEWS = frozenset(
-    [
-        "name",
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "stop_gradient",
-        "copy",
-        "copy_p",
-        "reduce_precision",
-        "transpose",
-        "optimization_barrier",
-        "sharding_constraint",
-        "pvary",
-        "pcast",
-        "mesh_cast",
-        "device_put",
-    ]
+    "name reshape squeeze expand_dims stop_gradient copy copy_p reduce_precision transpose"
+    " optimization_barrier sharding_constraint pvary pcast mesh_cast device_put".split()
 )
 """Another reading of the same bytes (a transpose is a layout, decided by the compiler)."""
 
-FREE = frozenset(["broadcast_in_dim", "iota", "empty", "create_token", "full"])
+FREE = frozenset("broadcast_in_dim iota empty create_token full".split())
 """Made on the fly by whatever reads it, at no cost in memory."""
 
 CHEAP = frozenset(
-    [
-        "add",
-        "add_any",
-        "sub",
-        "mul",
-        "div",
-        "rem",
-        "max",
-        "min",
-        "neg",
-        "abs",
-        "sign",
-        "floor",
-        "ceil",
-        "round",
-        "select_n",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and",
-        "or",
-        "not",
-        "xor",
-        "shift_left",
-        "shift_right_logical",
-        "shift_right_arithmetic",
-        "convert_element_type",
-        "bitcast_convert_type",
-        "clamp",
-        "integer_pow",
-        "square",
-        "is_finite",
-        "real",
-        "imag",
-        "conj",
-        "complex",
-        "slice",
-        "dynamic_slice",
-        "pad",
-        "rev",
-        "one_minus_square",
-        "population_count",
-        "clz",
-        "nextafter",
-        "split",
-        "random_wrap",
-        "random_unwrap",
-    ]
+    "add add_any sub mul div rem max min neg abs sign floor ceil round select_n eq ne lt le"
+    " gt ge and or not xor shift_left shift_right_logical shift_right_arithmetic"
+    " convert_element_type bitcast_convert_type clamp integer_pow square is_finite real imag"
+    " conj complex slice dynamic_slice pad rev one_minus_square population_count clz nextafter"
+    " split random_wrap random_unwrap".split()
 )
 """Element-wise and cheap enough to be computed again in every reader."""
 
 EXPENSIVE = frozenset(
-    [
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "tanh",
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "atan2",
-        "sinh",
-        "cosh",
-        "asinh",
-        "acosh",
-        "atanh",
-        "logistic",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "pow",
-        "sqrt",
-        "rsqrt",
-        "cbrt",
-        "lgamma",
-        "digamma",
-        "threefry2x32",
-        "random_bits",
-        "random_fold_in",
-        "random_split",
-        "random_seed",
-    ]
+    "exp exp2 expm1 log log1p tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh"
+    " atanh logistic erf erfc erf_inv pow sqrt rsqrt cbrt lgamma digamma threefry2x32"
+    " random_bits random_fold_in random_split random_seed".split()
 )
 """Element-wise, but computed once where there is more than one reader."""
 
 REDUCTIONS = frozenset(
-    [
-        "reduce_sum",
-        "reduce_max",
-        "reduce_min",
-        "reduce_prod",
-        "reduce_and",
-        "reduce_or",
-        "reduce_xor",
-        "argmax",
-        "argmin",
-        "cumsum",
-        "cumprod",
-        "cummax",
-        "cummin",
-        "cumlogsumexp",
-        "reduce_window_sum",
-        "reduce_window_max",
-        "reduce_window_min",
-        "reduce_window",
-        "select_and_gather_add",
-    ]
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax"
+    " argmin cumsum cumprod cummax cummin cumlogsumexp reduce_window_sum reduce_window_max"
+    " reduce_window_min reduce_window select_and_gather_add".split()
 )
 """Fuse what they read, but write their result."""

@@ -1,0 +1,95 @@
+"""DELTA's director: how each item that leaves the device comes back, and what that costs."""
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from jdelta._decision import Decision
+from jdelta._problem import Problem
+
+Codes = npt.NDArray[np.int8]
+"""Decisions as small integers, indices of ``DECISIONS``."""
+
+Numbers = npt.NDArray[np.float64]
+
+DECISIONS: Final = (Decision.RECOMPUTE, Decision.SAVE, Decision.OFFLOAD)
+RECOMPUTE, SAVE, OFFLOAD = range(3)
+
+
+class Director:
+    """Completes and prices many states at once, one row of codes each.
+
+    DELTA (arXiv 2203.15980; its rule as read in ``director``: recompute when the transfer takes
+    longer) looks at one item at a time. Here the link's hidden seconds in each direction, which
+    transfers share, are given away first to what frees most bytes for each second on the link.
+
+    Args:
+        problem: Its items, host capacity (bytes) and hidden seconds; the capacity is not looked at.
+    """
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        items = problem.items
+        movable = [i for i, item in enumerate(items) if item.offloadable and item.bytes > 0]
+        self.order = sorted(
+            movable, key=lambda i: (items[i].seconds_out + items[i].seconds_in) / items[i].bytes
+        )
+
+    def direct(self, wishes: Codes) -> tuple[Codes, Numbers, Numbers]:
+        """Turn wishes into decisions that obey the host capacity, and price them.
+
+        What the host has no room for is saved instead; then saved items are offloaded for as long
+        as hidden seconds and host bytes last, since that frees device memory for nothing.
+
+        Args:
+            wishes: Codes, of shape (states, items).
+
+        Returns:
+            Decisions, in the same shape; saved bytes and overhead seconds of each state.
+        """
+        codes = np.array(wishes.T, order="C")
+        exposed = self._transfer(codes)
+        kept, again = self._recompute(codes)
+        return np.ascontiguousarray(codes.T), kept, again + exposed
+
+    def _transfer(self, codes: Codes) -> Numbers:
+        """Decide in place what crosses the link; the seconds of it that are exposed."""
+        states = codes.shape[1]
+        out = np.full(states, -float(self.problem.hidden_out))
+        into = np.full(states, -float(self.problem.hidden_in))
+        host = np.full(states, float(self.problem.host_capacity))
+        for index in self.order:
+            item, row = self.problem.items[index], codes[index]
+            wished = row == OFFLOAD
+            taken = wished & (host >= item.host_bytes)
+            row[wished & ~taken] = SAVE
+            _move(taken, (out, item.seconds_out), (into, item.seconds_in), (host, -item.host_bytes))
+        for index in self.order:
+            item, row = self.problem.items[index], codes[index]
+            hidden = (out + item.seconds_out <= 0) & (into + item.seconds_in <= 0)
+            taken = hidden & (row == SAVE) & (host >= item.host_bytes)
+            row[taken] = OFFLOAD
+            _move(taken, (out, item.seconds_out), (into, item.seconds_in), (host, -item.host_bytes))
+        return np.maximum(out, 0.0) + np.maximum(into, 0.0)
+
+    def _recompute(self, codes: Codes) -> tuple[Numbers, Numbers]:
+        """Saved bytes, and seconds of recompute, of each state."""
+        kept, seconds = np.zeros(codes.shape[1]), np.zeros(codes.shape[1])
+        used = np.zeros(codes.shape, dtype=bool)
+        for index in reversed(range(len(codes))):
+            item = self.problem.items[index]
+            again = codes[index] == RECOMPUTE
+            if not item.needed:
+                again &= used[index]
+            for source in item.sources:
+                used[source] |= again
+            seconds += again * item.seconds
+            kept += (codes[index] == SAVE) * item.bytes
+        return kept, seconds
+
+
+def _move(taken: npt.NDArray[np.bool_], *amounts: tuple[Numbers, float]) -> None:
+    """Add to each total its amount, where an item is taken."""
+    for total, amount in amounts:
+        total += taken * amount

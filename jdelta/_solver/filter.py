@@ -1,0 +1,152 @@
+"""DELTA's filter: which items leave the device, at a price for its memory."""
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import scipy.sparse
+import scipy.sparse.csgraph
+
+from jdelta._problem import Item
+from jdelta._solver.director import OFFLOAD, RECOMPUTE, SAVE, Codes, Numbers
+
+_FLOW = 2**30
+"""All recompute seconds together, in the integer units of the flow."""
+
+_NO_LIMIT = 1e200
+"""A price, in seconds per byte, at which nothing stays on the device that need not."""
+
+
+class Corner(NamedTuple):
+    """A corner of the lower convex hull of (kept bytes, added seconds)."""
+
+    kept: float
+    seconds: float
+    codes: Codes
+
+
+class Filter:
+    """Chooses what stays when each byte of device memory costs so many seconds.
+
+    DELTA's filter (arXiv 2203.15980) ranks items by bytes times staleness; its knapsack (ACM TACO
+    2024, doi:10.1145/3689338) by value density, seconds per byte. A price turns the ranking into a
+    threshold: what is worth less than its bytes leaves. With chains the worth of one item depends
+    on all others, so the threshold is solved for all of them at once, which is exact: a minimum
+    cut, as in project selection (Picard 1976, doi:10.1287/mnsc.22.11.1268). Sweeping the price is
+    the Lagrangian relaxation of the capacity (Everett 1963, doi:10.1287/opre.11.3.399). None of
+    this is in DELTA.
+
+    Every item is an edge from *in use* to *recomputed*, cut when it is kept, and an edge from
+    there to the sink, cut when it is recomputed; recomputing it puts its sources in use.
+
+    Args:
+        items: The items.
+        transfer: Exposed seconds that offloading each item takes; ``inf`` where it may not be.
+    """
+
+    def __init__(self, items: Sequence[Item], transfer: Numbers):
+        size = len(items)
+        self.bytes = np.array([item.bytes for item in items], dtype=float)
+        self.seconds = np.array([item.seconds for item in items], dtype=float)
+        self.needed = np.array([item.needed for item in items], dtype=bool)
+        self.transfer = transfer
+        self.scale = _FLOW / (float(self.seconds.sum()) or 1.0)
+        source, sink = 2 * size, 2 * size + 1
+        used = [source if item.needed else index for index, item in enumerate(items)]
+        links = [
+            (size + index, origin)
+            for index, item in enumerate(items)
+            for origin in set(item.sources)
+            if not items[origin].needed
+        ]
+        self.tails = np.array([*used, *range(size, 2 * size), *(tail for tail, _ in links)])
+        self.heads = np.array(
+            [*range(size, 2 * size), *[sink] * size, *(head for _, head in links)]
+        )
+        self.no_limits = np.full(len(links), _FLOW, dtype=np.int32)
+
+    def corners(self, count: int) -> list[Corner]:
+        """Corners of the hull, at most about ``count``, from fewest kept bytes to most.
+
+        Starts from the two ends and asks for the price that joins two neighbours, where the
+        triangle that could hide below them is largest. Where several states tie at a price, the
+        ones that keep least and most are both found.
+        """
+        low, high = self._at(_NO_LIMIT)[0], self._at(0.0)[-1]
+        found = [low, high]
+        queue = _gaps(found)
+        while queue and count > 0:
+            count -= 1
+            _, _, low, high = heapq.heappop(queue)
+            price = (low.seconds - high.seconds) / (high.kept - low.kept)
+            level = low.seconds + price * low.kept
+            inner = [c for c in self._at(price) if low.kept < c.kept < high.kept]
+            found += inner
+            if any(c.seconds + price * c.kept < level * (1 - 1e-9) for c in inner):
+                for gap in _gaps([low, *inner, high]):
+                    heapq.heappush(queue, gap)
+        return _descending(found)
+
+    def _at(self, price: float) -> list[Corner]:
+        """The best states at a price, that which keeps least first."""
+        stay = np.minimum(price * self.bytes, self.transfer)
+        stay[self.bytes == 0] = 0.0  # Not worth a transfer.
+        code = np.where(self.transfer < price * self.bytes, OFFLOAD, SAVE)
+        code[self.bytes == 0] = SAVE
+        corners = [self._corner(*sides, code) for sides in self._cut(stay)]
+        return sorted(corners, key=lambda c: (c.kept, c.seconds))
+
+    def _corner(self, used: Any, again: Any, code: Any) -> Corner:
+        codes = np.where(used & ~again, code, RECOMPUTE).astype(np.int8)
+        codes[self.bytes == 0] = SAVE
+        moved = float(self.transfer[codes == OFFLOAD].sum())
+        seconds = float(self.seconds[used & again].sum()) + moved
+        return Corner(float(self.bytes[codes == SAVE].sum()), seconds, codes)
+
+    def _cut(self, stay: Numbers) -> list[tuple[Any, Any]]:
+        """Items in use and items recomputed, in the cut nearest the source and the sink.
+
+        Args:
+            stay: Seconds charged for keeping each item, wherever it is kept.
+        """
+        size = len(stay)
+        costs = np.concatenate([stay, self.seconds]) * self.scale
+        limits = np.concatenate(
+            [np.minimum(np.ceil(costs), _FLOW).astype(np.int32), self.no_limits]
+        )
+        shape = (2 * size + 2, 2 * size + 2)
+        graph = scipy.sparse.csr_array((limits, (self.tails, self.heads)), shape=shape)
+        flow = cast(Any, scipy.sparse.csgraph.maximum_flow(graph, 2 * size, 2 * size + 1)).flow
+        left = cast(Any, graph - flow)
+        left.eliminate_zeros()
+        near = _reached(left, 2 * size)
+        far = ~_reached(left.T.tocsr(), 2 * size + 1)
+        return [(side[:size] | self.needed, side[size : 2 * size]) for side in (near, far)]
+
+
+def _reached(graph: Any, start: int) -> Any:
+    """Which nodes can be reached."""
+    reached = np.zeros(graph.shape[0], dtype=bool)
+    order = scipy.sparse.csgraph.breadth_first_order(graph, start, return_predecessors=False)
+    reached[order] = True
+    return reached
+
+
+def _gaps(corners: Sequence[Corner]) -> list[tuple[float, float, Corner, Corner]]:
+    """Neighbours with something between them, each pair behind its rank in the queue."""
+    return [
+        (-(high.kept - low.kept) * (low.seconds - high.seconds), low.kept, low, high)
+        for low, high in itertools.pairwise(corners)
+        if low.kept < high.kept and low.seconds > high.seconds
+    ]
+
+
+def _descending(corners: list[Corner]) -> list[Corner]:
+    """Those that beat every corner that keeps less."""
+    best: list[Corner] = []
+    for corner in sorted(corners, key=lambda c: (c.kept, c.seconds)):
+        if not best or corner.seconds < best[-1].seconds:
+            best.append(corner)
+    return best

@@ -1,0 +1,149 @@
+"""DELTA's heuristic, in polynomial time."""
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jdelta._problem import Problem
+from jdelta._solution import Outcome, Solution
+from jdelta._solver.base import Solver
+from jdelta._solver.chains import Chains
+from jdelta._solver.director import DECISIONS, RECOMPUTE, SAVE, Codes, Director, Numbers
+from jdelta._solver.exchange import Exchange
+from jdelta._solver.filter import Filter
+from jdelta._solver.frontier import Frontier
+from jdelta._solver.release import Release
+
+_STEP = 1e-9
+"""Part of all recompute seconds by which a state must be better than another to count."""
+
+_GAPS, _MISSING = 12, 2.5e-3
+"""States improved in a round, and the part of the value that must be missing for that."""
+
+
+@dataclass(frozen=True)
+class Knapsack(Solver):
+    """DELTA's knapsack heuristic, extended to chains and to offload in both directions.
+
+    DELTA (arXiv 2203.15980; ACM TACO 2024, doi:10.1145/3689338) releases tensors until the rest
+    fits. The 2024 text was not available: parts marked (R) are reconstructed from its abstract.
+
+    - *Filter*, which item leaves: ``Filter`` for a price, ``Release`` one by one; by value density
+      (R) in place of bytes times staleness.
+    - *Director*, recompute or offload: the cheaper of the chain and the exposed transfer, charged
+      in ``Filter``; ``Director`` shares out the hidden seconds of the link.
+    - *Re-pricing* of recompute chains after each change (R): ``Chains``.
+    - *Best single item* (R): each is tried alone, so that, as for the greedy of every plain
+      knapsack, at least half of the best value is reached.
+    - *Improvement* up to a fixed point (R): ``Exchange`` fills slack and swaps.
+
+    No step looks at the capacity: all of them add to one frontier of states, and the answer is
+    the best state that fits. So overhead never rises with capacity.
+
+    Attributes:
+        prices: Prices that the filter tries, for each way of charging transfers.
+        rounds: Rounds of improvement at most.
+    """
+
+    prices: int = 40
+    rounds: int = 4
+
+    def frontier(self, problem: Problem) -> tuple[Solution, ...]:
+        """The best solution found for every capacity.
+
+        Args:
+            problem: Its capacity has no influence; its host capacity has.
+
+        Returns:
+            Solutions from fewest ``kept_bytes`` to most, ``overhead`` strictly decreasing.
+        """
+        best: list[Solution] = []
+        for row in self._frontier(problem).codes:
+            solution = _solution(problem, row)
+            if not best or solution.kept_bytes > best[-1].kept_bytes:
+                best.append(solution)
+        return tuple(best)
+
+    def _search(self, problem: Problem) -> Solution:
+        frontier = self._frontier(problem)
+        # The frontier's sums are rounded, a solution's are not: start a little high.
+        index = np.searchsorted(frontier.kept, problem.capacity * (1 + 1e-9), side="right") - 1
+        while True:
+            solution = _solution(problem, frontier.codes[index])
+            if solution.kept_bytes <= problem.capacity:
+                return solution
+            index -= 1
+
+    def _frontier(self, problem: Problem) -> Frontier:
+        return _frontier(replace(problem, capacity=math.inf), self.prices, self.rounds)
+
+
+def _solution(problem: Problem, row: Codes) -> Solution:
+    return Solution.of(problem, [DECISIONS[code] for code in row], Outcome.HEURISTIC)
+
+
+@functools.lru_cache(maxsize=4)  # A plan is repaired by asking again with another capacity.
+def _frontier(problem: Problem, prices: int, rounds: int) -> Frontier:
+    """All states found for a problem of whatever capacity."""
+    chains = Chains(problem.items)
+    frontier = Frontier(Director(problem), _STEP * sum(item.seconds for item in problem.items))
+    frontier.add(_single_items(problem, chains))
+    for transfer in _charges(problem):
+        frontier.add(_releases(problem, chains, transfer, prices))
+    exchange = Exchange(problem, chains)
+    for _ in range(rounds):
+        states, missing = frontier.gaps(_GAPS, _MISSING)
+        frontier.tried[states] = True
+        frontier.add([w for k in states for w in exchange.propose(frontier, k, missing[k])])
+    return frontier
+
+
+def _single_items(problem: Problem, chains: Chains) -> list[Codes]:
+    """Nothing kept, and each item alone that is worth more than all smaller ones."""
+    free = [item.bytes == 0 for item in problem.items]
+    nothing = np.where(free, SAVE, RECOMPUTE).astype(np.int8)
+    chains.start(free)
+    states, most = [nothing], 0.0
+    for index in sorted(range(len(free)), key=lambda i: problem.items[i].bytes):
+        worth = chains.seconds(index)
+        if worth > most and not free[index]:
+            most = worth
+            states.append(nothing.copy())
+            states[-1][index] = SAVE
+    return states
+
+
+def _charges(problem: Problem) -> list[Numbers]:
+    """Ways of charging transfers: exposed seconds of offloading each item, ``inf`` for never.
+
+    Hidden seconds come free, from the director. When one direction of the link runs out of them
+    before the other, only its seconds count; when both have, those of both. Where host bytes are
+    what runs out, no charge in seconds says so, and offload is left to `_releases`.
+    """
+    items = problem.items
+    never = np.full(len(items), math.inf)
+    movable = [index for index, item in enumerate(items) if item.offloadable]
+    if not movable:
+        return [never]
+    out, into = never.copy(), never.copy()
+    out[movable] = [items[index].seconds_out for index in movable]
+    into[movable] = [items[index].seconds_in for index in movable]
+    charges = [out + into]
+    out_first = problem.hidden_out * sum(into[movable]) < problem.hidden_in * sum(out[movable])
+    if (problem.hidden_out > 0) or (problem.hidden_in > 0):
+        charges.append(out if out_first else into)
+    if problem.host_capacity < sum(items[index].host_bytes for index in movable):
+        charges.append(never)
+    return charges
+
+
+def _releases(problem: Problem, chains: Chains, transfer: Numbers, prices: int) -> list[Codes]:
+    """States at the filter's prices, and on the way from each to the next."""
+    corners = Filter(problem.items, transfer).corners(prices)
+    states = [corners[-1].codes]
+    for low, high in itertools.pairwise(corners):
+        states += Release(chains, transfer, high, low).states()
+    return states

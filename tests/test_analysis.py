@@ -1,0 +1,233 @@
+"""Graph, buffers, live bytes, cost and residuals of small programs whose answers are known."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jdelta
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jdelta._chips import Rates
+from jdelta._cost import operation_seconds, program_seconds
+from jdelta._decision import Decision
+from jdelta._fusion import storage
+from jdelta._graph import graph_of
+from jdelta._items import items_of, padded_bytes
+from jdelta._peak import timeline
+from jdelta._residual import residuals
+from jdelta._table import format_seconds, rows
+from jdelta._target import resolve
+from jdelta._trace import trace
+
+RATES = Rates(
+    matmul=(("float32", 1e12),),
+    vector=1e11,
+    bandwidth=1e9,
+    device_to_host=1e8,
+    host_to_device=2e8,
+)
+KIB = 1024
+X = jax.ShapeDtypeStruct((16, 16), jnp.float32)  # one KiB
+
+
+def graph(fun, *args):
+    return graph_of(jax.make_jaxpr(fun)(*args))
+
+
+def live_peak(fun, *args):
+    return timeline(graph(fun, *args), lambda value: value.bytes).peak
+
+
+def seconds(fun, *args):
+    program = graph(fun, *args)
+    roots = storage(program, lambda value: value.bytes)
+    return [operation_seconds(program, op, roots, RATES) for op in program.operations]
+
+
+def test_calls_are_inlined_and_dead_code_left_out():
+    @jax.jit
+    def inner(x):
+        jnp.cos(x)
+        return jnp.sin(x)
+
+    program = graph(lambda x: jax.checkpoint(inner)(x) * 2.0, X)
+    assert [op.primitive for op in program.operations] == ["sin", "mul"]
+
+
+def test_loops_are_nested_or_unfolded():
+    def fun(x):
+        return jax.lax.scan(lambda c, _: (jnp.sin(c) @ x, jnp.exp(c)), x, length=5)
+
+    jaxpr = jax.make_jaxpr(fun)(X)
+    (loop,) = graph_of(jaxpr).operations
+    assert (loop.primitive, loop.trips) == ("scan", 5)
+    assert loop.body is not None
+    unfolded = graph_of(jaxpr, unfold_loops=True).operations
+    assert {op.primitive: op.times for op in unfolded} == {"sin": 5, "dot_general": 5, "exp": 5}
+
+
+def test_backward_operations_are_told_apart():
+    program = graph(jax.grad(lambda x: jnp.sin(x @ x).sum()), X)
+    directions = {op.primitive: op.backward for op in program.operations}
+    assert directions["cos"] is False
+    assert directions["transpose"] is True
+
+
+def test_element_wise_chains_are_not_written():
+    assert live_peak(lambda x: jnp.sin(x + 1.0) * 2.0, X) == 0  # only the result, an output
+    assert live_peak(lambda x: (jnp.sin(x) @ x) + 1.0, X) == 2 * KIB  # a product reads the sine
+    assert live_peak(lambda x: (x @ x @ x).sum(), X) == 2 * KIB
+
+
+def test_values_live_until_their_last_reader():
+    def fun(x):
+        early = x @ x
+        for _ in range(3):
+            x = x @ x
+        return (early @ x).sum()
+
+    # `early`, a product and the one it is made from
+    assert live_peak(fun, X) == 3 * KIB
+
+
+def test_loops_hold_their_stacked_results():
+    def fun(x):
+        return jax.lax.scan(lambda c, _: (c @ x, c @ c), x, length=7)[1].sum()
+
+    assert live_peak(fun, X) >= 7 * KIB
+    assert live_peak(fun, X) <= 11 * KIB
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "platform", "expected"),
+    [
+        ((100, 100), jnp.float32, "cuda", 40_000),
+        ((100, 100), jnp.float32, "tpu", 104 * 128 * 4),
+        ((1024, 64), jnp.float32, "tpu", 1024 * 64 * 4),  # the layout may swap the two
+        ((8, 128, 1), jnp.bfloat16, "tpu", 16 * 128 * 2),
+        ((5,), jnp.float32, "tpu", 20),
+    ],
+)
+def test_padding(shape, dtype, platform, expected):
+    program = graph(lambda x: x, jax.ShapeDtypeStruct(shape, dtype))
+    assert padded_bytes(program.values[0], platform) == expected
+
+
+def test_cost_of_products_convolutions_and_the_rest():
+    a, b = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 4096), (4096, 512)))
+    arithmetic, traffic = 2 * 512 * 512 * 4096 / 1e12, (2 * 512 * 4096 + 512**2) * 4 / 1e9
+    assert seconds(jnp.matmul, a, b) == [max(arithmetic, traffic)]
+    image = jax.ShapeDtypeStruct((1, 8, 32, 32), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((64, 8, 3, 3), jnp.float32)
+    fast_memory = Rates(**{**vars(RATES), "bandwidth": 1e15})
+    program = graph(lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), image, kernel)
+    expected = 2 * 64 * 32 * 32 * 8 * 9 / 1e12
+    assert program_seconds(program, fast_memory) == pytest.approx(expected)
+    assert seconds(lambda x: jnp.reshape(x, (-1,)), X) == [0.0]
+
+
+def test_a_fused_chain_is_priced_once():
+    one = sum(seconds(lambda x: jnp.sin(x), X))
+    chain = sum(seconds(lambda x: jnp.cos(jnp.sin(x) * 2.0) + 1.0, X))
+    assert one == pytest.approx(2 * KIB / 1e9)
+    assert chain == pytest.approx(one, rel=0.1)  # one read, one write, a little arithmetic
+
+
+def test_loops_cost_as_often_as_they_run_and_nothing_is_free():
+    def fun(n, x):
+        return jax.lax.scan(lambda c, _: (jnp.sin(c @ x), None), x, length=n)[0]
+
+    once, often = (sum(seconds(functools.partial(fun, n), X)) for n in (1, 10))
+    assert often == pytest.approx(10 * once)
+    for fun in (
+        lambda x: jnp.sort(x),
+        lambda x: jnp.fft.fft(x).real,
+        lambda x: jnp.linalg.cholesky(x),
+        lambda x: jax.random.uniform(jax.random.key(0), x.shape) + x,
+        lambda x: jax.pure_callback(lambda x: x, X, x),
+        lambda x: jax.nn.dot_product_attention(*[x.reshape(1, 16, 4, 4)] * 3),
+        lambda x: jax.lax.while_loop(lambda c: c.sum() < 0, lambda c: c @ c, x),
+        lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
+    ):
+        assert sum(seconds(fun, X)) > 0
+
+
+@jdelta.remat
+def unit(w, x, key, index):
+    h = checkpoint_name(x @ w, "projected")
+    keep = jax.random.bernoulli(key, 0.9, h.shape)
+    y = jnp.where(keep, jnp.tanh(h), 0.0)
+    return jnp.exp(y)[index] @ w
+
+
+def of_unit(rates=RATES):
+    args = jnp.ones((16, 16)), jnp.ones((16, 16)), jax.random.key(0), jnp.arange(16)[::-1]
+    found = trace(jax.grad(lambda w, *rest: unit(w, *rest).sum()), *args)
+    return {r.name: r for r in residuals(found.regions[0], rates)}
+
+
+def test_residuals_know_where_they_come_from():
+    found = of_unit()
+    projected, tanh = found["unit/projected"], found["unit/tanh"]
+    assert projected.producer == "dot_general"
+    assert "unit/dot_general" not in found  # the same buffer, under the user's name
+    assert (projected.shape, projected.dtype, projected.bytes) == ((16, 16), "float32", KIB)
+    assert projected.sources == ()  # weights and inputs are no residuals
+    assert not projected.needed  # only through tanh
+    assert tanh.needed
+    assert tanh.sources == ("unit/projected",)
+    assert "unit/tanh" in projected.consumers
+    assert tanh.seconds > 0
+    assert {found[name].dtype for name in found if "bernoulli/lt" in name} == {"bool"}
+    order = list(found)
+    assert all(order.index(s) < order.index(r.name) for r in found.values() for s in r.sources)
+
+
+def test_residuals_in_a_loop_carry_their_count():
+    def loss(w, x):
+        def body(x, key):
+            return unit(w, x, key, jnp.arange(16)), None
+
+        return jax.lax.scan(body, x, jax.random.split(jax.random.key(0), 6))[0].sum()
+
+    (region,) = trace(jax.grad(loss), jnp.ones((16, 16)), jnp.ones((16, 16))).regions
+    found = {r.name: r for r in residuals(region, RATES)}
+    single = of_unit()["unit/tanh"]
+    looped = found["unit/tanh"]
+    assert (looped.count, looped.bytes, looped.loops) == (6, 6 * single.bytes, 1)
+    assert looped.seconds == pytest.approx(6 * single.seconds)
+
+
+def test_items_of_a_step():
+    found = tuple(of_unit().values())
+    items = items_of(found, resolve("cpu"), 1e9, {"unit/tanh": "save"})
+    names = [item.name for item in items.problem.items]
+    assert "unit/tanh" not in names
+    assert not any(item.offloadable for item in items.problem.items)
+    decisions = items.decisions([Decision.RECOMPUTE] * len(names))
+    assert decisions["unit/tanh"] is Decision.SAVE
+    assert set(decisions) == {r.name for r in found}
+
+
+def test_equal_layers_share_a_row():
+    def loss(w, x):
+        for i in range(12):
+            x = unit(w, x, jax.random.key(i), jnp.arange(16))
+        return x.sum()
+
+    found = trace(jax.grad(loss), jnp.ones((16, 16)), jnp.ones((16, 16)))
+    every = [r for region in found.regions for r in residuals(region, RATES)]
+    decisions = dict.fromkeys((r.name for r in every), Decision.RECOMPUTE)
+    table = {row.name: row for row in rows(every, decisions)}
+    row = table["unit_*/tanh"]
+    assert (row.regions, row.bytes) == (12, 12 * KIB)
+    decisions["unit_3/tanh"] = Decision.SAVE
+    split = {(row.name, row.regions) for row in rows(every, decisions) if "tanh" in row.name}
+    assert split == {("unit_3/tanh", 1), ("unit_*/tanh", 11)}
+
+
+@pytest.mark.parametrize(
+    ("given", "text"), [(2.0, "2 s"), (0.0123, "12.3 ms"), (4.5e-6, "4.5 µs"), (0.0, "0 µs")]
+)
+def test_format_seconds(given, text):
+    assert format_seconds(given) == text

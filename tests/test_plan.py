@@ -1,0 +1,296 @@
+"""`jdelta.plan` from end to end on the CPU, where a scanned stack shows the saving."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import jdelta
+import numpy as np
+import pytest
+from jdelta import BudgetError, Decision, PlanMismatchError, TargetError, TraceError
+
+LAYERS, WIDTH, ROWS = 8, 16, 2048
+
+
+@jdelta.remat
+def layer(w, x):
+    h = jnp.tanh(x @ w)
+    return x + jnp.exp(-(h**2)) * jax.nn.softmax(h @ w.T)
+
+
+def loss_fn(layer, params, x):
+    def body(x, w):
+        return layer(w, x), None
+
+    return (jax.lax.scan(body, x, params)[0] ** 2).mean()
+
+
+def make_step(layer):
+    def step(params, x):
+        loss, grads = jax.value_and_grad(functools.partial(loss_fn, layer))(params, x)
+        return params - 0.1 * grads, loss
+
+    return step
+
+
+step = make_step(layer)
+plain_step = make_step(layer.__wrapped__)
+
+
+def arguments(rows=ROWS):
+    key = jax.random.key(0)
+    params = 0.3 * jax.random.normal(key, (LAYERS, WIDTH, WIDTH))
+    return params, jax.random.normal(key, (rows, WIDTH))
+
+
+@pytest.fixture(scope="module")
+def half():
+    return jdelta.plan(step, 0.5, *arguments(), donate_argnums=0)
+
+
+def test_plan_keeps_its_promises(half):
+    assert half.compiled_peak <= half.budget < half.ceiling
+    assert half.floor <= half.compiled_peak
+    assert half.compiled_peak == pytest.approx(half.predicted_peak, rel=0.05)
+    assert half.overhead > 0
+    assert half.step_seconds > 0
+    assert half.compiles <= 4
+    kinds = set(half.decisions.values())
+    assert kinds == {Decision.SAVE, Decision.RECOMPUTE}
+    stats = half.compiled.memory_analysis()
+    assert half.compiled_peak == (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
+
+
+def test_planned_step_equals_the_plain_step(half):
+    params, loss = half.jit()(*arguments())
+    expected = jax.jit(plain_step)(*arguments())
+    np.testing.assert_allclose(loss, expected[1], rtol=1e-6)
+    np.testing.assert_allclose(params, expected[0], rtol=1e-5, atol=1e-7)
+
+
+def test_jit_does_not_compile_again(half):
+    assert half.jit() is not half.jit()
+    with jax.log_compiles(False), count_compiles() as compiled:
+        half.jit()(*arguments())
+    assert "planned" not in str(compiled)
+
+
+class count_compiles:  # noqa: N801
+    """Names of what XLA compiles inside the block."""
+
+    def __enter__(self):
+        self.names = []
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self.names
+
+    def _listen(self, event, _, **what):
+        if event.endswith("backend_compile_duration"):
+            self.names.append(what.get("fun_name"))
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+
+def test_other_donation_compiles_again_and_is_checked(half):
+    kept = half.jit(donate_argnums=())
+    params, x = arguments()
+    kept(params, x)
+    assert not params.is_deleted()
+    tight = dataclasses.replace(half, budget=half.compiled_peak // 2)
+    with pytest.raises(BudgetError, match=r"donate_argnums=\(\) the step needs"):
+        tight.jit(donate_argnums=())(*arguments())
+
+
+def test_a_larger_budget_is_never_slower():
+    plans = [jdelta.plan(step, share, *arguments()) for share in (0.95, 0.45, 0.6, 0.8)]
+    plans.sort(key=lambda plan: plan.budget)
+    assert all(plan.compiled_peak <= plan.budget for plan in plans)
+    overheads = [plan.overhead for plan in plans]
+    assert overheads == sorted(overheads, reverse=True)
+
+
+def test_solvers_agree(half):
+    exact = jdelta.plan(step, 0.5, *arguments(), donate_argnums=0, solver="milp")
+    assert exact.compiled_peak <= exact.budget
+    assert exact.overhead == pytest.approx(half.overhead, rel=0.05)
+    with pytest.raises(ValueError, match=r"solver must be one of \['knapsack', 'milp'\]"):
+        jdelta.plan(step, 0.5, *arguments(), solver="guess")
+
+
+def test_a_budget_with_room_changes_nothing():
+    plan = jdelta.plan(step, 1.0, *arguments())
+    assert plan.policy is None
+    assert plan.overhead == 0.0
+    assert plan.compiled_peak == plan.ceiling
+    assert set(plan.decisions.values()) == {Decision.SAVE}
+    assert "plain step fits" in str(plan)
+    np.testing.assert_allclose(plan.jit()(*arguments())[1], plain_step(*arguments())[1], rtol=1e-6)
+    by_policy = make_step(jdelta.remat(layer.__wrapped__, policy=plan, name="layer"))
+    np.testing.assert_allclose(by_policy(*arguments())[1], plain_step(*arguments())[1], rtol=1e-6)
+
+
+def test_bytes_as_budget_and_shapes_as_arguments(half):
+    shapes = jax.eval_shape(lambda: arguments())
+    plan = jdelta.plan(step, half.budget, *shapes, donate_argnums=(0,))
+    assert plan.decisions == half.decisions
+    assert plan.jit()(*arguments())[1] == half.jit()(*arguments())[1]
+
+
+def test_default_budget_is_the_memory_of_the_target():
+    plan = jdelta.plan(step, None, *arguments())
+    assert plan.policy is None
+    assert plan.budget > 2**30
+
+
+def test_plans_are_values(half):
+    again = jdelta.plan(step, 0.5, *arguments(), donate_argnums=0)
+    assert again.policy == half.policy
+    assert hash(again.policy) == hash(half.policy)
+    assert {half: 1}[half] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        half.budget = 3
+    assert half != jdelta.plan(step, 0.8, *arguments(), donate_argnums=0)
+
+
+def test_table(half):
+    text = str(half)
+    saved = [n for n, d in half.decisions.items() if d is Decision.SAVE]
+    assert any(name in text for name in saved)
+    assert f"{LAYERS} in loop" in text
+    for label in ("target", "budget", "compiled peak", "on the host", "overhead", "result"):
+        assert f"\n{label}" in text
+
+
+def test_saved_and_loaded_plans_decide_alike(half, tmp_path):
+    path = tmp_path / "plan.json"
+    half.save(path)
+    loaded = jdelta.load(path)
+    assert loaded == half
+    assert loaded.decisions == half.decisions
+    assert str(loaded) == str(half)
+    expected = half.jit()(*arguments())[1]
+    assert loaded.jit(step)(*arguments())[1] == expected
+    by_policy = jax.jit(make_step(jdelta.remat(layer.__wrapped__, policy=loaded, name="layer")))
+    np.testing.assert_allclose(by_policy(*arguments())[1], expected, rtol=1e-6)
+    with pytest.raises(PlanMismatchError, match=r"call plan\.jit\(step_fn\)"):
+        loaded.jit()
+    with pytest.raises(PlanMismatchError, match=r"no compiled step"):
+        _ = loaded.compiled
+
+
+def test_a_loaded_plan_refuses_another_program(half, tmp_path):
+    half.save(tmp_path / "plan.json")
+    loaded = jdelta.load(tmp_path / "plan.json")
+    with pytest.raises(PlanMismatchError, match="made for program"):
+        loaded.jit(step)(*arguments(rows=64))
+    other = make_step(jdelta.remat(lambda w, x: x @ w))
+    with pytest.raises(PlanMismatchError, match="made for program"):
+        loaded.jit(other)(*arguments())
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda text: text[: len(text) // 2], "damaged or no plan"),
+        (lambda text: "[1, 2]", "expected a jdelta plan of version 1, got version None"),
+        (lambda text: text.replace('"jdelta_plan": 1', '"jdelta_plan": 99'), "got version 99"),
+        (lambda text: json.dumps({**json.loads(text), "residuals": [{"name": 1}]}), "damaged at"),
+        (lambda text: json.dumps({"jdelta_plan": 1}), "damaged at"),
+        (lambda text: json.dumps({**json.loads(text), "budget": "a lot"}), "damaged at"),
+    ],
+)
+def test_damaged_files_are_refused(half, tmp_path, damage, says):
+    path = tmp_path / "plan.json"
+    half.save(path)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(PlanMismatchError, match=says):
+        jdelta.load(path)
+
+
+def test_jit_plans_at_the_first_call_and_for_new_shapes():
+    run = jdelta.jit(step, budget=0.6)
+    assert run.plans == []
+    for rows in (ROWS, ROWS, 2 * ROWS):
+        np.testing.assert_allclose(
+            run(*arguments(rows))[1], plain_step(*arguments(rows))[1], rtol=1e-6
+        )
+    assert len(run.plans) == 2
+    assert all(plan.compiled_peak <= plan.budget for plan in run.plans)
+
+
+def test_deferred_plan():
+    deferred = jdelta.plan(step, 0.6, donate_argnums=0)
+    run = deferred.jit(donate_argnums=())
+    params, x = arguments()
+    run(params, x)
+    assert not params.is_deleted()
+    with pytest.raises(PlanMismatchError, match="has no arguments yet"):
+        jax.grad(lambda p, x: jax.checkpoint(step, policy=deferred)(p, x)[1])(*arguments())
+
+
+def test_pinned_decisions():
+    plan = jdelta.plan(step, 0.6, *arguments(), pin={"layer/tanh": "save", "*/exp": "recompute"})
+    assert plan.decisions["layer/tanh"] is Decision.SAVE
+    assert {d for n, d in plan.decisions.items() if n.endswith("/exp")} == {Decision.RECOMPUTE}
+    with pytest.raises(PlanMismatchError, match="no residual is called 'nothing'"):
+        jdelta.plan(step, 0.6, *arguments(), pin={"nothing": "save"})
+    with pytest.raises(PlanMismatchError, match="cannot be offloaded"):
+        jdelta.plan(step, 0.6, *arguments(), pin={"layer/tanh": Decision.OFFLOAD})
+    with pytest.raises(ValueError, match="'away' is not a valid Decision"):
+        jdelta.plan(step, 0.6, *arguments(), pin={"layer/tanh": "away"})
+
+
+def test_below_the_floor(half):
+    with pytest.raises(BudgetError, match="below the floor: with every residual") as caught:
+        jdelta.plan(step, half.floor - 1, *arguments(), donate_argnums=0)
+    assert caught.value.floor == half.floor
+    by_hand = make_step(jax.checkpoint(layer.__wrapped__, prevent_cse=False))
+    stats = jax.jit(by_hand, donate_argnums=0).lower(*arguments()).compile().memory_analysis()
+    peak = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    assert peak + stats.temp_size_in_bytes > half.floor - 1
+
+
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [
+        (0, "above zero"),
+        (-5, "above zero"),
+        ("14 parsecs", "unit 'parsecs'"),
+        ("999PiB", "is above the"),
+    ],
+)
+def test_bad_budgets(budget, says):
+    with pytest.raises(BudgetError, match=says):
+        jdelta.plan(step, budget, *arguments())
+
+
+def test_bad_host_budget():
+    with pytest.raises(BudgetError, match="host_budget: expected bytes"):
+        jdelta.plan(step, 0.5, *arguments(), host_budget="50%")
+
+
+def test_a_step_without_region_or_gradient():
+    with pytest.raises(TraceError, match="no region: nothing in it is marked"):
+        jdelta.plan(plain_step, 0.5, *arguments())
+    with pytest.raises(TraceError, match="takes no gradient through its regions"):
+        jdelta.plan(functools.partial(loss_fn, layer), 0.5, *arguments())
+
+
+def test_unknown_target_and_missing_device():
+    with pytest.raises(TargetError, match="unknown target 'abacus'"):
+        jdelta.plan(step, 0.5, *arguments(), target="abacus")
+    far = dataclasses.replace(jdelta.plan(step, 1.0, *arguments()), target="tpu:v5e:2x2")
+    with pytest.raises(TargetError, match="ahead of time for tpu:v5e:2x2"):
+        far.jit()
+
+
+def test_arguments_of_other_shapes(half):
+    with pytest.raises(PlanMismatchError, match="other shapes or dtypes"):
+        half.jit()(*arguments(rows=64))
