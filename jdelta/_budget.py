@@ -35,7 +35,7 @@ class Budget:
     share: float | None = None
 
 
-def parse_budget(budget: int | float | str) -> Budget:
+def parse_budget(budget: object) -> Budget:
     """Read a budget.
 
     Raises:
@@ -43,7 +43,7 @@ def parse_budget(budget: int | float | str) -> Budget:
     """
     if isinstance(budget, str):
         return _parse_text(budget)
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):  # pyright: ignore
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise BudgetError(f"budget: {_EXPECTED}; got {budget!r}")
     if not math.isfinite(budget) or budget <= 0:
         raise BudgetError(f"budget must be above zero; got {budget!r}; {_EXPECTED}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jdelta._graph import Graph, Operation, Value
+from jdelta._graph import BARRIER, Graph, Operation, Value
 from jdelta._primitives import CHEAP, EXPENSIVE, FREE, REDUCTIONS, VIEWS
 
 _FUSIBLE = CHEAP | EXPENSIVE | REDUCTIONS | FREE
@@ -26,6 +26,10 @@ def storage(graph: Graph, size: Callable[[Value], int]) -> list[frozenset[int]]:
     roots = [frozenset({i}) for i in range(len(graph.values))]
     for op in graph.operations:
         below = frozenset[int]().union(*(roots[v] for v in op.inputs))
+        if op.primitive == BARRIER:
+            for v, handed_on in zip(op.outputs, op.inputs, strict=True):
+                roots[v] = roots[handed_on]
+            continue
         for v in op.outputs:
             if op.primitive in VIEWS:
                 roots[v] = roots[op.inputs[0]] if op.inputs else frozenset()

@@ -13,11 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdelta import _jax
 from jdelta._jax import Atom, Eqn, Jaxpr, Var
 from jdelta._naming import scope_path
+
+BARRIER = "optimization_barrier"
+"""Reads values and hands them on as they are, hidden from optimisation across it."""
 
 _WRAPPERS = _jax.CALLS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
@@ -98,7 +102,7 @@ def value_of(aval: Any, shard: Callable[[Any], Sequence[int]] | None = None) -> 
 
 
 def _itemsize(dtype: Any) -> int:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         impl = getattr(dtype, "_impl", None)
         return 4 * math.prod(getattr(impl, "key_shape", (2,)))
     return np.dtype(dtype).itemsize
@@ -165,12 +169,24 @@ class _Builder:
         self, eqn: Eqn, env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
     ) -> None:
         inner = _jax.open_jaxpr(_jax.subjaxpr(eqn))
+        inputs = [self.read(env, a) for a in eqn.invars]
+        if _jax.is_shielded(eqn):
+            inputs = self._barrier(inputs, backward)
         local: dict[Var, Any] = {v: self.value(v.aval) for v in inner.constvars}
         self.graph.inputs += local.values()
-        local |= {v: self.read(env, a) for v, a in zip(inner.invars, eqn.invars, strict=True)}
+        local |= dict(zip(inner.invars, inputs, strict=True))
         self.run(inner.eqns, local, backward=backward, scope=scope)
         for outer, atom in zip(eqn.outvars, inner.outvars, strict=True):
             env[outer] = self.read(local, atom)
+
+    def _barrier(self, inputs: Sequence[int | None], backward: bool) -> list[int | None]:
+        """What a shielded recompute starts from: written to memory, whatever it is."""
+        read = [v for v in inputs if v is not None]
+        made = {v: len(self.graph.values) + i for i, v in enumerate(dict.fromkeys(read))}
+        self.graph.values += [self.graph.values[v] for v in made]
+        barrier = Operation(BARRIER, tuple(made), tuple(made.values()), {}, backward=backward)
+        self.graph.operations.append(barrier)
+        return [None if v is None else made[v] for v in inputs]
 
     def _operation(
         self, eqn: Eqn, env: dict[Var, Any], backward: bool, scope: tuple[str, ...]

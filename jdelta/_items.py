@@ -66,12 +66,14 @@ class Items:
     """The residuals of a step as a problem, those that the user pinned taken out.
 
     Attributes:
-        problem: The problem with capacity zero; ``with_capacity`` sets it.
+        problem: What is left to decide, with capacity zero.
+        whole: The same with all residuals, none pinned: it prices complete decisions.
         residuals: All residuals of the step.
         pinned: Decisions of the user's, by name.
     """
 
     problem: Problem
+    whole: Problem
     residuals: tuple[Residual, ...]
     pinned: Mapping[str, Decision]
 
@@ -79,6 +81,10 @@ class Items:
         """Decisions for all residuals, given those for the items."""
         free = {item.name: d for item, d in zip(self.problem.items, chosen, strict=True)}
         return {r.name: self.pinned.get(r.name) or free[r.name] for r in self.residuals}
+
+    def overhead(self, decisions: Mapping[str, Decision]) -> float:
+        """Seconds that complete decisions add to the step."""
+        return self.whole.overhead([decisions[r.name] for r in self.residuals])
 
 
 def items_of(
@@ -94,32 +100,43 @@ def items_of(
             be offloaded.
     """
     pinned = _pinned(residuals, target, pin)
-    rates = target.rates
+    away = sum(r.bytes for r in residuals if pinned.get(r.name) is Decision.OFFLOAD)
+    return Items(
+        problem=Problem(_items(residuals, target, pinned), 0.0, host_budget - away),
+        whole=Problem(_items(residuals, target, {}), 0.0),
+        residuals=tuple(residuals),
+        pinned=pinned,
+    )
+
+
+def _items(
+    residuals: Sequence[Residual], target: Target, pinned: Mapping[str, Decision]
+) -> tuple[Item, ...]:
+    """Items for the residuals; those pinned to memory are there anyway, so they are none."""
     index: dict[str, int] = {}
     items: list[Item] = []
-    host = 0.0
     for r in residuals:
-        if pinned.get(r.name) in (Decision.SAVE, Decision.OFFLOAD):
-            host += r.bytes if pinned[r.name] is Decision.OFFLOAD else 0
-            continue
-        value = Value(r.shape, r.dtype, r.bytes // max(1, r.count))
-        held = pinned.get(r.name) is Decision.RECOMPUTE
-        away = held or offload_refusal(r, target) is not None
-        index[r.name] = len(items)
-        items.append(
-            Item(
-                name=r.name,
-                bytes=_UNSAVEABLE if held else padded_bytes(value, target.platform) * r.count,
-                seconds=r.seconds,
-                sources=tuple(index[s] for s in r.sources if s in index),
-                needed=r.needed,
-                seconds_out=math.inf if away else r.bytes / rates.device_to_host,
-                seconds_in=math.inf if away else r.bytes / rates.host_to_device,
-                host_bytes=r.bytes,
-            )
-        )
-    problem = Problem(tuple(items), capacity=0.0, host_capacity=host_budget - host)
-    return Items(problem, tuple(residuals), pinned)
+        if pinned.get(r.name) not in (Decision.SAVE, Decision.OFFLOAD):
+            index[r.name] = len(items)
+            sources = tuple(index[s] for s in r.sources if s in index)
+            items.append(_item(r, sources, target, held=r.name in pinned))
+    return tuple(items)
+
+
+def _item(r: Residual, sources: tuple[int, ...], target: Target, *, held: bool) -> Item:
+    """One residual as an item; ``held`` leaves recomputing it as the only way."""
+    value = Value(r.shape, r.dtype, r.bytes // max(1, r.count))
+    closed = held or offload_refusal(r, target) is not None
+    return Item(
+        name=r.name,
+        bytes=_UNSAVEABLE if held else padded_bytes(value, target.platform) * r.count,
+        seconds=r.seconds,
+        sources=sources,
+        needed=r.needed,
+        seconds_out=math.inf if closed else r.bytes / target.rates.device_to_host,
+        seconds_in=math.inf if closed else r.bytes / target.rates.host_to_device,
+        host_bytes=r.bytes,
+    )
 
 
 def _pinned(

@@ -4,8 +4,6 @@ Tested on jax 0.10, 0.11 and 0.12. In 0.12 ``Jaxpr`` and ``ClosedJaxpr`` became 
 helpers below hide which of the two is in hand, so that no other file needs to know.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
 from __future__ import annotations
 
 import functools
@@ -28,7 +26,7 @@ CALLS = frozenset({"pjit", "jit", "closed_call", "core_call", "remat", "remat2",
 """Primitives whose body may be inlined without changing a value or any of its derivatives."""
 
 session_context: Any = jax.make_user_context(None)
-"""Ambient object of the running trace; part of JAX's trace cache keys, so no stale trace is used."""
+"""Ambient object of the running trace. JAX keys its trace caches by it: no stale trace is used."""
 
 new_var: Callable[[Any], Var] = core.gensym()
 
@@ -128,6 +126,19 @@ def may_inline(eqn: Eqn) -> bool:
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     placed = any(type(s).__name__ != "UnspecifiedValue" for s in shardings)
     return eqn.primitive.name in CALLS and not placed and not eqn.effects
+
+
+def is_shielded(eqn: Eqn) -> bool:
+    """Whether the equation recomputes behind a barrier against CSE."""
+    return bool(eqn.params.get("differentiated")) and bool(eqn.params.get("prevent_cse"))
+
+
+def label(eqn: Eqn) -> str:
+    """What to call an equation in names: the function of a custom rule, else the primitive."""
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        info = getattr(open_jaxpr(subjaxpr(eqn)), "debug_info", None)
+        return getattr(info, "func_name", eqn.primitive.name)
+    return eqn.primitive.name
 
 
 def name_stack(eqn: Eqn) -> str:

@@ -1,8 +1,5 @@
 """What the compiler says a program takes."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import dataclasses
 import importlib.metadata
 import os

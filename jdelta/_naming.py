@@ -143,7 +143,7 @@ class _Rewrite:
                 self.tangents.add(new)
             elif hasattr(old.aval, "shape"):
                 self.became[old] = named = _jax.new_var(old.aval)
-                name = self.namer(path, user_name or eqn.primitive.name)
+                name = self.namer(path, user_name or _jax.label(eqn))
                 self.eqns.append(_jax.name_equation(new, named, name, eqn))
 
     def _scan_body(

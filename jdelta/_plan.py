@@ -179,6 +179,7 @@ def plan(
     step_fn: Callable[..., Any],
     budget: int | float | str | None,
     first: Any,
+    /,
     *args: Any,
     target: str | None = None,
     donate_argnums: int | Sequence[int] = (),
@@ -379,7 +380,8 @@ def _plan(
     priced = tuple(r for region in found.regions for r in residuals(region, where.rates))
     items = items_of(priced, where, _host_capacity(host_budget, where), pin)
     step = Step(step_fn, placed, donate_argnums, where, found.aliases)
-    search = Search(step, items, {region.name: region.loops for region in found.regions}, solver)
+    loops = {region.name: region.loops for region in found.regions}
+    search = Search(step, items, loops, solver, found.fingerprint)
     result = search.run(bound)
     best = result.best
     measurement: Measurement | None = best.measurement

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jdelta._budget import Budget, format_bytes
 from jdelta._decision import Decision
@@ -25,6 +27,9 @@ _known: dict[Any, dict[Policy, tuple[float, int]]] = {}
 small budget is never missed by a larger one."""
 
 MOST_COMPILES = 4
+MOST_TRACES = 5
+"""Candidates traced and simulated for one compile."""
+
 GOOD_USE = 0.97
 """Share of the budget that a plan should use before the search for a faster one ends."""
 
@@ -83,11 +88,21 @@ class Search:
     The correction is piecewise linear in the simulated peak, through the points compiled so far.
     """
 
-    def __init__(self, step: Step, items: Items, regions: Mapping[str, int], solver: Solver):
+    def __init__(
+        self,
+        step: Step,
+        items: Items,
+        regions: Mapping[str, int],
+        solver: Solver,
+        fingerprint: str,
+    ):
         self.step = step
         self.items = items
         self.regions = regions
         self.solver = solver
+        pins = frozenset(items.pinned.items())
+        key = (fingerprint, step.target.name, step.donate, items.problem, pins)
+        self._known = _known.setdefault(key, {})
         self.compiles = 0
         self._points: list[tuple[int, int]] = []
         self._emitted: dict[Policy | None, Emission] = {}
@@ -126,19 +141,41 @@ class Search:
                 best = candidate
                 if candidate.peak >= GOOD_USE * bound:
                     break
-        return best
+        return self._remembered(bound, best)
+
+    def _remembered(self, bound: int, best: Candidate) -> Candidate:
+        """A plan compiled for another budget, where that is faster and fits this one."""
+        fitting = [
+            (cost, i) for i, (cost, peak) in enumerate(self._known.values()) if peak <= bound
+        ]
+        cost, index = min(fitting)
+        if cost >= best.overhead:
+            return best
+        policy = list(self._known)[index]
+        decisions = {r.name: policy.decision(r.name) for r in self.items.residuals}
+        emission = self._emit(policy)
+        known = Candidate(decisions, cost, emission, self._predict(emission), Outcome.HEURISTIC)
+        return self._compile(known)
 
     def _fit(self, floor: Candidate, goal: int) -> Candidate:
-        """The fastest candidate whose predicted peak is within ``goal``."""
-        best, capacity = floor, float(goal - floor.peak)
-        for _ in range(4):
+        """The fastest candidate whose predicted peak is within ``goal``: a bracketed search.
+
+        A byte kept seldom moves the peak by just a byte, since it may not be alive at the peak.
+        """
+        best = floor
+        fits, exceeds = 0.0, math.inf
+        capacity = float(goal - floor.peak)
+        for _ in range(MOST_TRACES):
             candidate = self._decide(capacity)
             spare = goal - candidate.predicted
             if spare >= 0 and candidate.overhead <= best.overhead:
                 best = candidate
             if 0 <= spare <= goal * (1 - GOOD_USE) or candidate.overhead == 0.0:
                 break
-            capacity = max(0.0, capacity + spare)
+            fits, exceeds = (capacity, exceeds) if spare >= 0 else (fits, capacity)
+            capacity = capacity + spare
+            if not fits < capacity < exceeds:
+                capacity = (fits + exceeds) / 2
         return best
 
     def _decide(self, capacity: float) -> Candidate:
@@ -147,7 +184,8 @@ class Search:
         decisions = self.items.decisions(solution.decisions)
         emission = self._emit(Policy.of(decisions, self.regions))
         predicted = self._predict(emission)
-        return Candidate(decisions, solution.overhead, emission, predicted, solution.outcome)
+        overhead = self.items.overhead(decisions)
+        return Candidate(decisions, overhead, emission, predicted, solution.outcome)
 
     def _plain(self) -> Candidate:
         emission = self._emit(None)
@@ -163,6 +201,9 @@ class Search:
         compiled, measurement = measure(candidate.emission.lower(), self.step.target)
         if candidate.decisions is not None:
             self._points.append((candidate.emission.timeline.peak, measurement.peak))
+            policy = candidate.emission.policy
+            assert policy is not None
+            self._known[policy] = candidate.overhead, measurement.peak
             _check_offload(candidate.decisions, self.items, measurement)
         return replace(candidate, measurement=measurement, compiled=compiled)
 
@@ -195,7 +236,7 @@ def _fixed_bytes(graph: Graph, step: Step) -> int:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _check_offload(

@@ -2,7 +2,7 @@
 
 VIEWS = frozenset(
     "name reshape squeeze expand_dims stop_gradient copy copy_p reduce_precision transpose"
-    " optimization_barrier sharding_constraint pvary pcast mesh_cast device_put".split()
+    " sharding_constraint pvary pcast mesh_cast device_put".split()
 )
 """Another reading of the same bytes (a transpose is a layout, decided by the compiler)."""
 

@@ -1,8 +1,5 @@
 """Rates measured on the device at hand."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import dataclasses
 import importlib.metadata
 import os

@@ -15,7 +15,7 @@ from jdelta._naming import add_names
 
 
 class RegionPolicy(Protocol):
-    """What a region needs to know of a plan: a ``jax.checkpoint`` policy and where its loops are."""
+    """What a region needs of a plan: a ``jax.checkpoint`` policy, and where its loops are."""
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any: ...
 

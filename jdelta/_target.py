@@ -1,8 +1,5 @@
 """The device a plan is made for: attached here, or only known to its compiler."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import importlib.metadata
 import os
 import re

@@ -4,9 +4,6 @@ The TPU compiler is ``libtpu``, the GPU's is in JAX's CUDA plug-in. Neither need
 expects one when it loads: what that takes is set here, and only on a machine that has none.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import functools
 import glob
 import importlib.metadata

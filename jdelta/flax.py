@@ -1,8 +1,5 @@
 """Flax modules as units of recompute: Linen through a lifted transform, NNX through its state."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
-# pyright: reportUnknownLambdaType=false
 from __future__ import annotations
 
 import functools

@@ -4,9 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jdelta
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+
+import jdelta
 from jdelta._chips import Rates
 from jdelta._cost import operation_seconds, program_seconds
 from jdelta._decision import Decision

@@ -144,6 +144,20 @@ def test_dropout_depends_on_step():
     assert loss(state, batch) != loss(later, batch)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert-base"])
+def test_weight_decay_ignores_stacking(name):
+    scanned, unrolled = (
+        {str(path[-1]) for path, marked in flat(name, scan) if marked} for scan in (True, False)
+    )
+    assert scanned == unrolled
+    assert not any("bias" in key or "norm" in key or "scale" in key for key in scanned)
+
+
+def flat(name, scan):
+    marks = models.case.matrices(models.build(name, scan=scan).state.params)
+    return jax.tree_util.tree_leaves_with_path(marks)
+
+
 def test_options_reach_the_model():
     case = models.build("gpt2", batch=3, length=64, dtype=jnp.bfloat16)
     assert case.batch["tokens"].shape == (3, 65)

@@ -6,9 +6,10 @@ import json
 
 import jax
 import jax.numpy as jnp
-import jdelta
 import numpy as np
 import pytest
+
+import jdelta
 from jdelta import BudgetError, Decision, PlanMismatchError, TargetError, TraceError
 
 LAYERS, WIDTH, ROWS = 8, 16, 2048

@@ -455,7 +455,7 @@ def test_a_policy_alone_cannot_tell_calls_apart():
 
     alike = functools.partial(loss, calls_policy({"unit_0/exp", "unit_1/exp"}))
     assert len(named_residuals(alike, X)) == 2
-    with pytest.raises(PlanMismatchError, match="decides differently for .*'unit_0/exp'"):
+    with pytest.raises(PlanMismatchError, match=r"decides differently for .*'unit_0/exp'"):
         jax.grad(functools.partial(loss, calls_policy({"unit_0/exp"})))(X)
 
 

@@ -184,7 +184,7 @@ class Bert(nn.Module):
         mask = (tokens != PAD)[:, None, None, :]
         x = self._scanned(x, mask) if c.scan else self._unrolled(x, mask)
         x = nn.gelu(nn.Dense(c.width, dtype=c.dtype, name="head")(x), approximate=False)
-        bias = self.param("head_bias", nn.initializers.zeros, (c.vocab,))
+        bias = self.param("bias", nn.initializers.zeros, (c.vocab,))
         return words.attend(norm(name="head_ln")(x)).astype(jnp.float32) + bias
 
     def _unrolled(self, x, mask):

@@ -129,5 +129,11 @@ def adamw(
 
 
 def matrices(params: Any) -> Any:
-    """Marks the parameters that weight decay applies to: no biases, no scales."""
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+    """Marks the parameters that weight decay applies to: no biases, no scales.
+
+    It goes by the name, because a scan stacks vectors to matrices.
+    """
+    vectors = ("bias", "scale", "norm")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not path[-1].key.startswith(vectors), params
+    )

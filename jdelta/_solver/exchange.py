@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from jdelta._problem import Problem
 from jdelta._solver.chains import Chains
@@ -41,10 +42,10 @@ class Exchange:
         self.problem = problem
         self.chains = chains
         self.bytes = np.array([item.bytes for item in items], dtype=float)
-        movable = [item.offloadable for item in items]
-        self.out = np.array([item.seconds_out for item in items], dtype=float)
-        self.into = np.array([item.seconds_in for item in items], dtype=float)
-        self.out[~np.array(movable, dtype=bool)] = np.inf
+        self.host = np.array([item.host_bytes for item in items], dtype=float)
+        self.movable = np.array([item.offloadable for item in items], dtype=bool)
+        self.out = np.array([item.seconds_out if item.offloadable else 0.0 for item in items])
+        self.into = np.array([item.seconds_in if item.offloadable else 0.0 for item in items])
         self.hubs = [
             index
             for index, consumers in enumerate(chains.consumers)
@@ -98,7 +99,7 @@ class Exchange:
         targets = (
             (RECOMPUTE, ~gone, -self.bytes * freed, chain - leave),
             (SAVE, gone | (leave > 0), self.bytes, -np.where(gone, chain, leave)),
-            (OFFLOAD, ~moved & np.isfinite(enter), -self.bytes * saved, enter - chain * gone),
+            (OFFLOAD, self._room(codes) & (enter > 0), -self.bytes * saved, enter - chain * gone),
         )
         moves: list[_Move] = []
         for code, allowed, kept, seconds in targets:
@@ -128,6 +129,11 @@ class Exchange:
         if dropped:
             return codes[index] == RECOMPUTE and self.chains.uses[index] > 0
         return codes[index] != RECOMPUTE and self.bytes[index] > 0
+
+    def _room(self, codes: Codes) -> npt.NDArray[np.bool_]:
+        """Which items may be offloaded, and find room on the host."""
+        left = self.problem.host_capacity - float(self.host[codes == OFFLOAD].sum())
+        return self.movable & (self.host <= left)
 
     def _exposure(self, codes: Codes) -> tuple[Numbers, Numbers]:
         """Exposed seconds that offloading each item would add, and that bringing it back saves."""
