@@ -175,7 +175,7 @@ def test_residuals_know_where_they_come_from():
     assert (projected.shape, projected.dtype, projected.bytes) == ((16, 16), "float32", KIB)
     assert projected.sources == ()  # weights and inputs are no residuals
     assert not projected.needed  # only through tanh
-    assert tanh.needed
+    assert found["unit/exp"].needed
     assert tanh.sources == ("unit/projected",)
     assert "unit/tanh" in projected.consumers
     assert tanh.seconds > 0
