@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdelta._chips import Rates
-from jdelta._fusion import storage
+from jdelta._fusion import Compiler, storage
 from jdelta._graph import Graph, Operation
-from jdelta._primitives import CHEAP, FREE, VIEWS
+from jdelta._primitives import CHEAP, FREE, MATMULS, VIEWS
 
 _RULES: dict[str, Callable[[Graph, Operation], float]] = {}
 
@@ -67,7 +67,6 @@ def _linear_algebra(graph: Graph, op: Operation) -> float:
 
 
 _PARTIAL_READS = frozenset({"slice", "dynamic_slice", "gather"})
-_MATMULS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 def _elements(graph: Graph, values: Sequence[int]) -> float:
@@ -75,7 +74,11 @@ def _elements(graph: Graph, values: Sequence[int]) -> float:
 
 
 def operation_seconds(
-    graph: Graph, op: Operation, roots: Sequence[frozenset[int]], rates: Rates
+    graph: Graph,
+    op: Operation,
+    roots: Sequence[frozenset[int]],
+    rates: Rates,
+    platform: str,
 ) -> float:
     """Seconds of one execution of an operation.
 
@@ -84,15 +87,16 @@ def operation_seconds(
         op: The operation.
         roots: For each value the buffers it is read from, as in ``Timeline.roots``.
         rates: Rates of the target.
+        platform: Platform of the target.
     """
     if op.body is not None:
-        return op.trips * program_seconds(op.body, rates)
+        return op.trips * program_seconds(op.body, rates, platform)
     if op.primitive in VIEWS or op.primitive in FREE:
         return 0.0
     rule = _RULES.get(op.primitive)
     work = rule(graph, op) if rule else _default_work(graph, op)
     arithmetic = work / (
-        rates.flops(graph.values[op.inputs[0]].dtype) if op.primitive in _MATMULS else rates.vector
+        rates.flops(graph.values[op.inputs[0]].dtype) if op.primitive in MATMULS else rates.vector
     )
     return max(arithmetic, _traffic(graph, op, roots) / rates.bandwidth)
 
@@ -114,7 +118,7 @@ def _traffic(graph: Graph, op: Operation, roots: Sequence[frozenset[int]]) -> fl
     return float(out + sum(graph.values[v].bytes for v in read))
 
 
-def program_seconds(graph: Graph, rates: Rates) -> float:
+def program_seconds(graph: Graph, rates: Rates, platform: str) -> float:
     """Seconds of a whole program, operation after operation, nothing overlapped."""
-    roots = storage(graph, lambda value: value.bytes)
-    return sum(operation_seconds(graph, op, roots, rates) for op in graph.operations)
+    roots = storage(graph, Compiler(platform))
+    return sum(operation_seconds(graph, op, roots, rates, platform) for op in graph.operations)

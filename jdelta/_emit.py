@@ -11,8 +11,8 @@ import jax
 
 from jdelta import _jax
 from jdelta._errors import PlanMismatchError
-from jdelta._graph import Value, graph_of
-from jdelta._items import padded_bytes
+from jdelta._fusion import Compiler
+from jdelta._graph import graph_of
 from jdelta._peak import Timeline, timeline
 from jdelta._policy import Policy
 from jdelta._region import Session
@@ -72,13 +72,10 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         _check_names(policy, {str(op.name) for op, _, _ in walk(graph) if op.name})
     platform = step.target.platform
 
-    def size(value: Value) -> int:
-        return padded_bytes(value, platform)
-
     def lower() -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=(platform,))
 
-    return Emission(policy, timeline(graph, size), lower)
+    return Emission(policy, timeline(graph, Compiler(platform)), lower)
 
 
 def _check_names(policy: Policy, found: set[str]) -> None:

@@ -1,21 +1,110 @@
-"""What a fusing compiler writes to memory: for each value the buffers it is read from.
+"""What a compiler writes to memory: for each value the buffers it is read from, and their bytes.
 
-A model of XLA on GPU and TPU. Views and broadcasts take no memory. Element-wise results are
-written only where something that cannot be fused reads them (a matrix product, a loop), where an
-expensive function has several readers, or where keeping what they are made from would cost more.
+A model of XLA. Views and broadcasts take no memory. Element-wise results are written only where
+something that cannot be fused reads them (a matrix product, a loop), where an expensive function
+has several readers, or where keeping what they are made from would cost more. Where XLA's back ends
+differ, ``Compiler`` says how, as seen in their scheduled programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from dataclasses import dataclass
 
 from jdelta._graph import BARRIER, Graph, Operation, Value
-from jdelta._primitives import CHEAP, EXPENSIVE, FREE, REDUCTIONS, VIEWS
+from jdelta._primitives import CHEAP, EXPENSIVE, FREE, MATMULS, REDUCTIONS, VIEWS
 
-_FUSIBLE = CHEAP | EXPENSIVE | REDUCTIONS | FREE
+_TILE = {1: (32, 128), 2: (16, 128), 4: (8, 128), 8: (8, 128)}
+_GEMM_ALIGNMENT = 16
 
 
-def storage(graph: Graph, size: Callable[[Value], int]) -> list[frozenset[int]]:
+@dataclass(frozen=True)
+class Compiler:
+    """Habits of the compiler for one platform.
+
+    Attributes:
+        platform: "tpu", "cuda" or "cpu".
+    """
+
+    platform: str
+
+    def bytes(self, value: Value) -> int:
+        """Bytes of a value, padding of its layout included.
+
+        A TPU stores its two minor dimensions in tiles of 8 × 128 words (16 × 128 for two-byte,
+        32 × 128 for one-byte types); the layout with the least padding is taken to be chosen.
+        """
+        if self.platform != "tpu" or len(value.shape) < 2 or value.bytes == 0:
+            return value.bytes
+        itemsize = value.bytes // math.prod(value.shape) or 1
+        rows, columns = _TILE.get(itemsize, (8, 128))
+        factors = [
+            _waste(a, rows) * _waste(b, columns)
+            for i, a in enumerate(value.shape)
+            for j, b in enumerate(value.shape)
+            if i != j
+        ]
+        return int(value.bytes * min(factors))
+
+    def stacked_bytes(self, value: Value, *, matmul_only: bool) -> int:
+        """Bytes of a value that a loop stacks for a later one.
+
+        TPU: a float32 value that only matrix products read is stacked as the bfloat16 they take.
+        """
+        narrow = self.platform == "tpu" and matmul_only and value.dtype == "float32"
+        return self.bytes(value) // (2 if narrow else 1)
+
+    def is_cheap(self, op: Operation) -> bool:
+        """Whether an operation is element-wise and cheap enough to be done in every reader.
+
+        TPU: so is a scatter of one value to each row (the derivative of ``take_along_axis``),
+        which becomes a comparison with the index.
+        """
+        if op.primitive in CHEAP:
+            return True
+        if self.platform != "tpu" or not op.primitive.startswith("scatter"):
+            return False
+        return bool(getattr(op.params["dimension_numbers"], "operand_batching_dims", ()))
+
+    def is_elementwise(self, op: Operation) -> bool:
+        """Whether an operation can be fused into what reads its result."""
+        return self.is_cheap(op) or op.primitive in EXPENSIVE
+
+    def workspace(self, graph: Graph, op: Operation) -> int:
+        """Bytes that an operation needs beside what it reads and writes.
+
+        CUDA: operands of a product over a dimension that is no multiple of 16 are copied, padded.
+        """
+        if self.platform != "cuda" or op.primitive != "dot_general" or len(op.inputs) < 2:
+            return 0
+        (contracting, _), _ = op.params["dimension_numbers"]
+        shape = graph.values[op.inputs[0]].shape
+        if all(shape[i] % _GEMM_ALIGNMENT == 0 for i in contracting):
+            return 0
+        return sum(graph.values[v].bytes for v in op.inputs)
+
+
+def _waste(size: int, tile: int) -> float:
+    return math.ceil(size / tile) * tile / size if size else 1.0
+
+
+def matmul_only(graph: Graph) -> set[int]:
+    """Values that nothing but matrix products reads, views and loops looked through."""
+    only = set(range(len(graph.values))) - {v for v in graph.outputs if v is not None}
+    for op in reversed(graph.operations):
+        if op.primitive in VIEWS or op.primitive == BARRIER:
+            pairs = zip(op.inputs, op.outputs, strict=False)
+            only.difference_update(v for v, view in pairs if view not in only)
+        elif op.primitive == "scan" and op.body is not None:
+            inside = matmul_only(op.body)
+            pairs = zip(op.inputs, op.body.inputs, strict=True)
+            only.difference_update(v for v, body_input in pairs if body_input not in inside)
+        elif op.primitive not in MATMULS:
+            only.difference_update(op.inputs)
+    return only
+
+
+def storage(graph: Graph, compiler: Compiler) -> list[frozenset[int]]:
     """For each value the buffers it is read from: its own, or those it is fused from."""
     readers: list[list[Operation]] = [[] for _ in graph.values]
     for op in graph.operations:
@@ -34,7 +123,7 @@ def storage(graph: Graph, size: Callable[[Value], int]) -> list[frozenset[int]]:
             if op.primitive in VIEWS:
                 roots[v] = roots[op.inputs[0]] if op.inputs else frozenset()
             elif op.primitive in FREE or (
-                v not in outputs and _is_fused_away(graph, op, v, seen[v], below, size)
+                v not in outputs and _is_fused_away(graph, op, v, seen[v], below, compiler)
             ):
                 roots[v] = below
     return roots
@@ -59,16 +148,20 @@ def _is_fused_away(
     value: int,
     readers: list[Operation],
     below: frozenset[int],
-    size: Callable[[Value], int],
+    compiler: Compiler,
 ) -> bool:
     """Whether XLA would compute the value inside its readers instead of writing it out."""
-    if op.primitive not in CHEAP and op.primitive not in EXPENSIVE:
+    if not compiler.is_elementwise(op):
         return False
-    if not all(reader.primitive in _FUSIBLE for reader in readers):
+    if not all(_fuses_inputs(reader, compiler) for reader in readers):
         return False
     if len(readers) <= 1:
         return True
     if op.primitive in EXPENSIVE:
         return False
-    own = size(graph.values[value])
-    return sum(size(graph.values[r]) >= own for r in below) <= 1
+    own = graph.values[value].bytes
+    return sum(graph.values[r].bytes >= own for r in below) <= 1
+
+
+def _fuses_inputs(op: Operation, compiler: Compiler) -> bool:
+    return op.primitive in REDUCTIONS or op.primitive in FREE or compiler.is_elementwise(op)

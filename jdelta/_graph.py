@@ -47,7 +47,7 @@ class Operation:
 
     Attributes:
         primitive: Name of the JAX primitive.
-        inputs: Indices into ``Graph.values``; literals are left out.
+        inputs: Indices into ``Graph.values``; literals are left out, but for those of a ``scan``.
         outputs: Indices into ``Graph.values``.
         params: Parameters of the equation.
         body: Body of a loop, as a graph of its own; None for everything else.
@@ -192,6 +192,11 @@ class _Builder:
         self, eqn: Eqn, env: dict[Var, Any], backward: bool, scope: tuple[str, ...]
     ) -> None:
         inputs = [self.read(env, a) for a in eqn.invars]
+        if eqn.primitive.name == "scan":  # so that they stand beside the inputs of its body
+            inputs = [
+                self.value(a.aval) if v is None else v
+                for v, a in zip(inputs, eqn.invars, strict=True)
+            ]
         outputs: list[int] = []
         for var in eqn.outvars:
             env[var] = self.value(var.aval)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from jdelta._decision import Decision
 from jdelta._errors import PlanMismatchError
+from jdelta._fusion import Compiler
 from jdelta._graph import Value
 from jdelta._problem import Item, Problem
 from jdelta._residual import Residual
@@ -19,31 +20,6 @@ _UNSAVEABLE = float(1 << 62)
 
 LEAST_OFFLOAD = 1 << 20
 """Bytes below which a buffer is not offloaded: the transfer would be all latency."""
-
-_TILE = {1: (32, 128), 2: (16, 128), 4: (8, 128), 8: (8, 128)}
-
-
-def padded_bytes(value: Value, platform: str) -> int:
-    """Bytes of a value on the target, padding of its layout included.
-
-    A TPU stores its two minor dimensions in tiles of 8 × 128 words (16 × 128 for two-byte,
-    32 × 128 for one-byte types); the compiler is taken to choose the layout with the least padding.
-    """
-    if platform != "tpu" or len(value.shape) < 2 or value.bytes == 0:
-        return value.bytes
-    itemsize = value.bytes // math.prod(value.shape) or 1
-    rows, columns = _TILE.get(itemsize, (8, 128))
-    factors = [
-        _waste(a, rows) * _waste(b, columns)
-        for i, a in enumerate(value.shape)
-        for j, b in enumerate(value.shape)
-        if i != j
-    ]
-    return int(value.bytes * min(factors))
-
-
-def _waste(size: int, tile: int) -> float:
-    return math.ceil(size / tile) * tile / size
 
 
 def offload_refusal(residual: Residual, target: Target) -> str | None:
@@ -125,11 +101,14 @@ def _items(
 
 def _item(r: Residual, sources: tuple[int, ...], target: Target, *, held: bool) -> Item:
     """One residual as an item; ``held`` leaves recomputing it as the only way."""
+    compiler = Compiler(target.platform)
     value = Value(r.shape, r.dtype, r.bytes // max(1, r.count))
+    stacked = compiler.stacked_bytes(value, matmul_only=r.matmul_only)
+    size = (stacked if r.loops else compiler.bytes(value)) * r.count
     closed = held or offload_refusal(r, target) is not None
     return Item(
         name=r.name,
-        bytes=_UNSAVEABLE if held else padded_bytes(value, target.platform) * r.count,
+        bytes=_UNSAVEABLE if held else size,
         seconds=r.seconds,
         sources=sources,
         needed=r.needed,

@@ -8,12 +8,10 @@ stacked loop outputs as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from jdelta._fusion import storage
+from jdelta._fusion import Compiler, matmul_only, storage
 from jdelta._graph import Graph, Operation, Value
-from jdelta._primitives import CHEAP, EXPENSIVE
 
 
 @dataclass(frozen=True)
@@ -54,40 +52,49 @@ class Timeline:
         return [(self.graph.operations[producers[v]], self.graph.values[v]) for v in alive[:count]]
 
 
-def timeline(graph: Graph, size: Callable[[Value], int]) -> Timeline:
+def timeline(graph: Graph, compiler: Compiler) -> Timeline:
     """Simulate the temporaries of a program; its inputs and outputs are not counted.
 
     Args:
         graph: The program, in the order in which it runs.
-        size: Bytes that a value takes on the target, padding included.
+        compiler: What compiles it.
     """
-    roots = storage(graph, size)
+    roots = storage(graph, compiler)
+    sizes = _sizes(graph, compiler)
     last = _last_reads(graph, roots)
     fixed = {r for v in (*graph.inputs, *graph.outputs) if v is not None for r in roots[v]}
+    producers = graph.producers()
     ends: list[list[int]] = [[] for _ in graph.operations]
     for value, index in last.items():
-        if value not in fixed:
+        if value not in fixed and value in producers:
             ends[index].append(value)
     live: list[int] = []
     now = 0
     for index, op in enumerate(graph.operations):
         made = [v for v in op.outputs if v in roots[v] and v not in fixed and v in last]
-        new = sum(size(graph.values[v]) for v in made)
-        dying = sum(size(graph.values[v]) for v in ends[index] if v not in made)
-        shared = min(new, dying) if _in_place(op) else 0
-        inside = timeline(op.body, size).peak if op.body else 0
+        new = sum(sizes[v] for v in made)
+        dying = sum(sizes[v] for v in ends[index] if v not in made)
+        shared = min(new, dying) if _in_place(op, compiler) else 0
+        inside = timeline(op.body, compiler).peak if op.body else compiler.workspace(graph, op)
         live.append(now + new - shared + inside)
-        now += new - sum(size(graph.values[v]) for v in ends[index])
+        now += new - sum(sizes[v] for v in ends[index])
     return Timeline(tuple(live), graph, tuple(roots), last)
 
 
-def _in_place(op: Operation) -> bool:
+def _sizes(graph: Graph, compiler: Compiler) -> list[int]:
+    sizes = [compiler.bytes(value) for value in graph.values]
+    narrow = matmul_only(graph)
+    for op in graph.operations:
+        if op.primitive == "scan":
+            for v in op.outputs:
+                sizes[v] = compiler.stacked_bytes(graph.values[v], matmul_only=v in narrow)
+    return sizes
+
+
+def _in_place(op: Operation, compiler: Compiler) -> bool:
     """Whether the result may be written over an input that dies; a loop's stacked results never."""
-    return (
-        op.primitive in CHEAP
-        or op.primitive in EXPENSIVE
-        or op.primitive in ("dynamic_update_slice", "scatter", "scatter-add")
-    )
+    updates = ("dynamic_update_slice", "scatter", "scatter-add")
+    return compiler.is_elementwise(op) or op.primitive in updates
 
 
 def _last_reads(graph: Graph, roots: list[frozenset[int]]) -> dict[int, int]:

@@ -377,7 +377,7 @@ def _plan(
         )
     placed = where.abstract(args)
     found = trace(step_fn, *placed)
-    priced = tuple(r for region in found.regions for r in residuals(region, where.rates))
+    priced = tuple(r for region in found.regions for r in residuals(region, where))
     items = items_of(priced, where, _host_capacity(host_budget, where), pin)
     step = Step(step_fn, placed, donate_argnums, where, found.aliases)
     loops = {region.name: region.loops for region in found.regions}
@@ -396,7 +396,7 @@ def _plan(
         floor=result.floor,
         ceiling=result.ceiling,
         overhead=best.overhead,
-        step_seconds=program_seconds(found.graph, where.rates),
+        step_seconds=program_seconds(found.graph, where.rates, where.platform),
         result=_result(result),
         compiles=result.compiles,
         target=where.name,

@@ -1,5 +1,8 @@
 """How compilers treat JAX primitives: the classes that the peak and cost models share."""
 
+MATMULS = frozenset({"dot_general", "conv_general_dilated"})
+"""Run on the matrix unit."""
+
 VIEWS = frozenset(
     "name reshape squeeze expand_dims stop_gradient copy copy_p reduce_precision transpose"
     " sharding_constraint pvary pcast mesh_cast device_put".split()

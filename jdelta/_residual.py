@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jdelta._chips import Rates
 from jdelta._cost import operation_seconds
-from jdelta._fusion import storage
+from jdelta._fusion import Compiler, matmul_only, storage
 from jdelta._graph import Graph, Operation
 from jdelta._naming import RegionName
 from jdelta._primitives import CHEAP, FREE, VIEWS
+from jdelta._target import Target
 from jdelta._trace import Region
 
 
@@ -30,6 +30,7 @@ class Residual:
         sources: Names of the residuals it is computed from, in program order.
         needed: Whether the backward pass reads it. If not, it can only be worth keeping for what
             is recomputed from it.
+        matmul_only: Whether nothing but matrix products reads it.
         seconds: Predicted seconds to compute all instances again, given its sources.
         loops: Number of loops around it; offload works under exactly one.
     """
@@ -44,27 +45,29 @@ class Residual:
     consumers: tuple[str, ...]
     sources: tuple[str, ...]
     needed: bool
+    matmul_only: bool
     seconds: float
     loops: int
 
 
-def residuals(region: Region, rates: Rates) -> tuple[Residual, ...]:
+def residuals(region: Region, target: Target) -> tuple[Residual, ...]:
     """The residuals of a region, sources before what is computed from them."""
-    return _Analysis(region, rates).residuals()
+    return _Analysis(region, target).residuals()
 
 
 class _Analysis:
     """Groups views of one buffer, tells primal from tangent work, prices each buffer."""
 
-    def __init__(self, region: Region, rates: Rates):
+    def __init__(self, region: Region, target: Target):
         self.region = region
-        self.rates = rates
+        self.target = target
         self.graph: Graph = region.graph
         self.prefix = region.traced + "/"
         self.base = self._bases()
         self.names = self._names()
         self.makers = [op for op in self.graph.operations if self._makes_primal(op)]
         self.needed = self._needed()
+        self.narrow = matmul_only(self.graph)
 
     def _bases(self) -> list[int]:
         """For each value the one it is a view of."""
@@ -109,18 +112,22 @@ class _Analysis:
         return needed
 
     def residuals(self) -> tuple[Residual, ...]:
-        roots = storage(self.graph, lambda value: value.bytes)
+        roots = storage(self.graph, Compiler(self.target.platform))
         found: dict[int, Residual] = {}
         below: dict[int, tuple[frozenset[int], float]] = {}  # sources and seconds of the rest
         for op in self.makers:
             sources, seconds = self._upstream(op, below, found)
-            seconds += op.times * operation_seconds(self.graph, op, roots, self.rates)
+            seconds += op.times * self._seconds(op, roots)
             for v in op.outputs:
                 if self._is_item(op, v):
                     found[v] = self._residual(op, v, sources, seconds, found)
                 else:
                     below[v] = sources, seconds
         return self._with_consumers(list(found.values()))
+
+    def _seconds(self, op: Operation, roots: Sequence[frozenset[int]]) -> float:
+        target = self.target
+        return operation_seconds(self.graph, op, roots, target.rates, target.platform)
 
     def _upstream(
         self,
@@ -167,6 +174,7 @@ class _Analysis:
             consumers=(),
             sources=tuple(found[s].name for s in sorted(sources)),
             needed=value in self.needed,
+            matmul_only=value in self.narrow,
             seconds=seconds * self.region.trips,
             loops=self.region.loops + (op.times > 1),
         )

@@ -34,9 +34,10 @@ def validate(problem: Problem, solution: Solution) -> list[str]:
 def _forbidden(problem: Problem, solution: Solution) -> list[str]:
     """Items offloaded although a direction of the link is closed to them."""
     return [
-        f"item {item.name!r} is offloaded, but takes {item.seconds_out} s out, {item.seconds_in} s in"
+        f"item {item.name!r} is offloaded, but needs {item.seconds_out} s to leave and "
+        f"{item.seconds_in} s to return"
         for item, decision in zip(problem.items, solution.decisions, strict=True)
-        if decision is Decision.OFFLOAD and math.inf in (item.seconds_out, item.seconds_in)
+        if decision is Decision.OFFLOAD and not math.isfinite(item.seconds_out + item.seconds_in)
     ]
 
 

@@ -1,5 +1,6 @@
 """Graph, buffers, live bytes, cost and residuals of small programs whose answers are known."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,9 +12,9 @@ import jdelta
 from jdelta._chips import Rates
 from jdelta._cost import operation_seconds, program_seconds
 from jdelta._decision import Decision
-from jdelta._fusion import storage
+from jdelta._fusion import Compiler, storage
 from jdelta._graph import graph_of
-from jdelta._items import items_of, padded_bytes
+from jdelta._items import items_of
 from jdelta._peak import timeline
 from jdelta._residual import residuals
 from jdelta._table import format_seconds, rows
@@ -27,6 +28,8 @@ RATES = Rates(
     device_to_host=1e8,
     host_to_device=2e8,
 )
+TARGET = dataclasses.replace(resolve("cpu"), rates=RATES)
+PLAIN = Compiler("")
 KIB = 1024
 X = jax.ShapeDtypeStruct((16, 16), jnp.float32)  # one KiB
 
@@ -36,13 +39,13 @@ def graph(fun, *args):
 
 
 def live_peak(fun, *args):
-    return timeline(graph(fun, *args), lambda value: value.bytes).peak
+    return timeline(graph(fun, *args), PLAIN).peak
 
 
 def seconds(fun, *args):
     program = graph(fun, *args)
-    roots = storage(program, lambda value: value.bytes)
-    return [operation_seconds(program, op, roots, RATES) for op in program.operations]
+    roots = storage(program, PLAIN)
+    return [operation_seconds(program, op, roots, RATES, "") for op in program.operations]
 
 
 def test_calls_are_inlined_and_dead_code_left_out():
@@ -111,7 +114,7 @@ def test_loops_hold_their_stacked_results():
 )
 def test_padding(shape, dtype, platform, expected):
     program = graph(lambda x: x, jax.ShapeDtypeStruct(shape, dtype))
-    assert padded_bytes(program.values[0], platform) == expected
+    assert Compiler(platform).bytes(program.values[0]) == expected
 
 
 def test_cost_of_products_convolutions_and_the_rest():
@@ -123,7 +126,7 @@ def test_cost_of_products_convolutions_and_the_rest():
     fast_memory = Rates(**{**vars(RATES), "bandwidth": 1e15})
     program = graph(lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), image, kernel)
     expected = 2 * 64 * 32 * 32 * 8 * 9 / 1e12
-    assert program_seconds(program, fast_memory) == pytest.approx(expected)
+    assert program_seconds(program, fast_memory, "") == pytest.approx(expected)
     assert seconds(lambda x: jnp.reshape(x, (-1,)), X) == [0.0]
 
 
@@ -161,10 +164,10 @@ def unit(w, x, key, index):
     return jnp.exp(y)[index] @ w
 
 
-def of_unit(rates=RATES):
+def of_unit():
     args = jnp.ones((16, 16)), jnp.ones((16, 16)), jax.random.key(0), jnp.arange(16)[::-1]
     found = trace(jax.grad(lambda w, *rest: unit(w, *rest).sum()), *args)
-    return {r.name: r for r in residuals(found.regions[0], rates)}
+    return {r.name: r for r in residuals(found.regions[0], TARGET)}
 
 
 def test_residuals_know_where_they_come_from():
@@ -192,7 +195,7 @@ def test_residuals_in_a_loop_carry_their_count():
         return jax.lax.scan(body, x, jax.random.split(jax.random.key(0), 6))[0].sum()
 
     (region,) = trace(jax.grad(loss), jnp.ones((16, 16)), jnp.ones((16, 16))).regions
-    found = {r.name: r for r in residuals(region, RATES)}
+    found = {r.name: r for r in residuals(region, TARGET)}
     single = of_unit()["unit/tanh"]
     looped = found["unit/tanh"]
     assert (looped.count, looped.bytes, looped.loops) == (6, 6 * single.bytes, 1)
@@ -217,7 +220,7 @@ def test_equal_layers_share_a_row():
         return x.sum()
 
     found = trace(jax.grad(loss), jnp.ones((16, 16)), jnp.ones((16, 16)))
-    every = [r for region in found.regions for r in residuals(region, RATES)]
+    every = [r for region in found.regions for r in residuals(region, TARGET)]
     decisions = dict.fromkeys((r.name for r in every), Decision.RECOMPUTE)
     table = {row.name: row for row in rows(every, decisions)}
     row = table["unit_*/tanh"]

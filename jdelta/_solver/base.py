@@ -1,6 +1,7 @@
 """The interface of every solver."""
 
 import abc
+import math
 
 from jdelta._decision import Decision
 from jdelta._problem import Problem
@@ -28,7 +29,12 @@ class Solver(abc.ABC):
             Decisions within both capacities that offload only items that allow it. When a
             capacity is below zero (or not a number) there are none: then nothing is kept and the
             outcome is ``Outcome.INFEASIBLE``.
+
+        Raises:
+            ValueError: An item has bytes or seconds that are negative or not finite, or a source
+                that does not come before it.
         """
+        _check(problem)
         if problem.capacity >= 0 and problem.host_capacity >= 0:
             return self._search(problem)
         nothing = (Decision.RECOMPUTE,) * len(problem.items)
@@ -37,3 +43,18 @@ class Solver(abc.ABC):
     @abc.abstractmethod
     def _search(self, problem: Problem) -> Solution:
         """Solve a problem whose capacities are at least zero."""
+
+
+def _check(problem: Problem) -> None:
+    """Refuse items that no solver can reckon with."""
+    for index, item in enumerate(problem.items):
+        for field, amount in (("bytes", item.bytes), ("seconds", item.seconds)):
+            if not 0 <= amount < math.inf:
+                raise ValueError(
+                    f"item {item.name!r}: {field} must be finite and not negative; got {amount}"
+                )
+        if not all(0 <= source < index for source in item.sources):
+            raise ValueError(
+                f"item {item.name!r} has index {index}: its sources must have smaller ones; "
+                f"got {item.sources}. Put the items into topological order"
+            )

@@ -16,6 +16,9 @@ Numbers = npt.NDArray[np.float64]
 DECISIONS: Final = (Decision.RECOMPUTE, Decision.SAVE, Decision.OFFLOAD)
 RECOMPUTE, SAVE, OFFLOAD = range(3)
 
+FREE = -1
+"""In place of the code of an item that is still to be decided."""
+
 
 class Director:
     """Completes and prices many states at once, one row of codes each.
@@ -31,6 +34,7 @@ class Director:
     def __init__(self, problem: Problem):
         self.problem = problem
         items = problem.items
+        self.bytes = np.array([item.bytes for item in items], dtype=float)
         movable = [i for i, item in enumerate(items) if item.offloadable and item.bytes > 0]
         self.order = sorted(
             movable, key=lambda i: (items[i].seconds_out + items[i].seconds_in) / items[i].bytes

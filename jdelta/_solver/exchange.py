@@ -8,7 +8,7 @@ import numpy.typing as npt
 from jdelta._problem import Problem
 from jdelta._solver.chains import Chains
 from jdelta._solver.director import OFFLOAD, RECOMPUTE, SAVE, Codes, Numbers
-from jdelta._solver.frontier import Frontier, descending
+from jdelta._solver.frontier import Frontier, Gap, descending
 
 _CORE, _COPIES, _SUMS, _BEST = 24, 4, 512, 128
 """Moves combined; how many of them may be equal; combinations kept; states proposed."""
@@ -18,9 +18,17 @@ _HUB = 8
 
 
 class _Move(NamedTuple):
-    """A change of one or more decisions, and roughly what it does."""
+    """A change of some items to one decision, and roughly what it does.
 
-    score: float
+    Attributes:
+        rank: Seconds it loses per byte of its items, net of what kept bytes are worth.
+        kept: Device bytes it adds.
+        seconds: Seconds it adds.
+        items: Indices of the items.
+        code: Their new decision.
+    """
+
+    rank: float
     kept: float
     seconds: float
     items: tuple[int, ...]
@@ -52,23 +60,22 @@ class Exchange:
             if not items[index].needed and 2 <= len(consumers) <= _HUB
         ]
 
-    def propose(self, frontier: Frontier, state: int, slack: float) -> list[Codes]:
+    def propose(self, frontier: Frontier, gap: Gap) -> list[Codes]:
         """States that probably beat the frontier.
 
         Args:
             frontier: Where the state is, and what is to be beaten.
-            state: Index of the state to change.
-            slack: Seconds that a move may lose at the local price.
+            gap: The state to change, and the seconds that a move may lose at the local price.
 
         Returns:
             Wishes for the director.
         """
-        codes = frontier.codes[state]
-        price = frontier.price(state)
-        core = self._core(codes, price, slack)
+        codes = frontier.codes[gap.state]
+        price = frontier.price(gap.state)
+        core = self._core(codes, price, gap.missing)
         kept, seconds, chosen = _sums(core, price)
-        after = frontier.overhead[state] + seconds
-        better = after < frontier.at(frontier.kept[state] + kept) - frontier.step
+        after = frontier.overhead[gap.state] + seconds
+        better = after < frontier.at(frontier.kept[gap.state] + kept) - frontier.step
         score = np.where(better, seconds + price * kept, np.inf)
         best = np.argsort(score, kind="stable")[: min(_BEST, int(better.sum()))]
         return [_applied(codes, core, int(pattern)) for pattern in chosen[best]]
@@ -103,10 +110,11 @@ class Exchange:
         )
         moves: list[_Move] = []
         for code, allowed, kept, seconds in targets:
-            score = seconds + price * kept
-            for index in np.flatnonzero(useful & allowed & (codes != code) & (score <= slack)):
+            lost = seconds + price * kept
+            for index in np.flatnonzero(useful & allowed & (codes != code) & (lost <= slack)):
                 i = int(index)
-                moves.append(_Move(float(score[i]), float(kept[i]), float(seconds[i]), (i,), code))
+                rank = float(lost[i] / self.bytes[i])
+                moves.append(_Move(rank, float(kept[i]), float(seconds[i]), (i,), code))
         return moves
 
     def _joint(self, codes: Codes, price: float, slack: float) -> list[_Move]:
@@ -116,12 +124,13 @@ class Exchange:
             if codes[hub] == RECOMPUTE:
                 dropped = self.chains.uses[hub] > 0
                 family = [c for c in self.chains.consumers[hub] if self._ready(c, codes, dropped)]
-                sign, code = (1.0, SAVE) if dropped else (-1.0, RECOMPUTE)
-                kept = sign * float(self.bytes[family].sum())
-                seconds = -sign * self.chains.seconds(*family, limit=slack + price * abs(kept))
-                score = seconds + price * kept
-                if len(family) > 1 and score <= slack:
-                    moves.append(_Move(score, kept, seconds, tuple(family), code))
+                size = float(self.bytes[family].sum())
+                cost = self.chains.seconds(*family, limit=slack + price * size)
+                code = SAVE if dropped else RECOMPUTE
+                kept, seconds = (size, -cost) if dropped else (-size, cost)
+                lost = seconds + price * kept
+                if len(family) > 1 and lost <= slack:
+                    moves.append(_Move(lost / size, kept, seconds, tuple(family), code))
         return moves
 
     def _ready(self, index: int, codes: Codes, dropped: bool) -> bool:

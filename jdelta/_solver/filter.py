@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -10,13 +11,10 @@ import scipy.sparse
 import scipy.sparse.csgraph
 
 from jdelta._problem import Item
-from jdelta._solver.director import OFFLOAD, RECOMPUTE, SAVE, Codes, Numbers
+from jdelta._solver.director import FREE, OFFLOAD, RECOMPUTE, SAVE, Codes, Numbers
 
 _FLOW = 2**30
 """All recompute seconds together, in the integer units of the flow."""
-
-_NO_LIMIT = 1e200
-"""A price, in seconds per byte, at which nothing stays on the device that need not."""
 
 
 class Corner(NamedTuple):
@@ -44,14 +42,16 @@ class Filter:
     Args:
         items: The items.
         transfer: Exposed seconds that offloading each item takes; ``inf`` where it may not be.
+        fixed: Codes of items that are decided already; ``FREE`` for all others.
     """
 
-    def __init__(self, items: Sequence[Item], transfer: Numbers):
+    def __init__(self, items: Sequence[Item], transfer: Numbers, fixed: Codes):
         size = len(items)
         self.bytes = np.array([item.bytes for item in items], dtype=float)
         self.seconds = np.array([item.seconds for item in items], dtype=float)
         self.needed = np.array([item.needed for item in items], dtype=bool)
         self.transfer = transfer
+        self.fixed = np.where(self.bytes == 0, SAVE, fixed)
         self.scale = _FLOW / (float(self.seconds.sum()) or 1.0)
         source, sink = 2 * size, 2 * size + 1
         used = [source if item.needed else index for index, item in enumerate(items)]
@@ -61,9 +61,9 @@ class Filter:
             for origin in set(item.sources)
             if not items[origin].needed
         ]
-        self.tails = np.array([*used, *range(size, 2 * size), *(tail for tail, _ in links)])
+        self.tails = np.array([*used, *range(size, 2 * size), *(a for a, _ in links)], dtype=int)
         self.heads = np.array(
-            [*range(size, 2 * size), *[sink] * size, *(head for _, head in links)]
+            [*range(size, 2 * size), *[sink] * size, *(b for _, b in links)], dtype=int
         )
         self.no_limits = np.full(len(links), _FLOW, dtype=np.int32)
 
@@ -74,7 +74,7 @@ class Filter:
         triangle that could hide below them is largest. Where several states tie at a price, the
         ones that keep least and most are both found.
         """
-        low, high = self._at(_NO_LIMIT)[0], self._at(0.0)[-1]
+        low, high = self._at(math.inf)[0], self._at(0.0)[-1]
         found = [low, high]
         queue = _gaps(found)
         while queue and count > 0:
@@ -91,16 +91,17 @@ class Filter:
 
     def _at(self, price: float) -> list[Corner]:
         """The best states at a price, that which keeps least first."""
-        stay = np.minimum(price * self.bytes, self.transfer)
-        stay[self.bytes == 0] = 0.0  # Not worth a transfer.
-        code = np.where(self.transfer < price * self.bytes, OFFLOAD, SAVE)
-        code[self.bytes == 0] = SAVE
+        worth = price * np.where(self.bytes > 0, self.bytes, 1.0)  # Not 0 times infinity.
+        stay = np.minimum(worth, self.transfer)
+        stay[self.fixed != FREE] = 0.0
+        stay[self.fixed == RECOMPUTE] = np.inf
+        code = np.where(self.transfer < worth, OFFLOAD, SAVE)
         corners = [self._corner(*sides, code) for sides in self._cut(stay)]
         return sorted(corners, key=lambda c: (c.kept, c.seconds))
 
     def _corner(self, used: Any, again: Any, code: Any) -> Corner:
-        codes = np.where(used & ~again, code, RECOMPUTE).astype(np.int8)
-        codes[self.bytes == 0] = SAVE
+        codes = np.where(used & ~again, code, RECOMPUTE)
+        codes = np.where(self.fixed == FREE, codes, self.fixed).astype(np.int8)
         moved = float(self.transfer[codes == OFFLOAD].sum())
         seconds = float(self.seconds[used & again].sum()) + moved
         return Corner(float(self.bytes[codes == SAVE].sum()), seconds, codes)

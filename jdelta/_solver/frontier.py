@@ -1,12 +1,30 @@
 """The states that no other state beats in both kept bytes and overhead."""
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-from jdelta._solver.director import Codes, Director, Numbers
+from jdelta._solver.director import FREE, Codes, Director, Numbers
 
 _REFINED = 64
 """Capacities below this part of the largest are left as they are: nobody trains there."""
+
+
+class Gap(NamedTuple):
+    """What is missing between a state and the next.
+
+    Attributes:
+        state: Index of the state.
+        width: Bytes to the next state.
+        missing: Seconds between the state and the hull just below the next state.
+        share: The same as part of the value, the seconds saved by keeping anything.
+    """
+
+    state: int
+    width: float
+    missing: float
+    share: float
 
 
 class Frontier:
@@ -65,23 +83,31 @@ class Frontier:
         kept, overhead = np.array(hull).T
         return kept, overhead
 
-    def gaps(self, count: int, share: float) -> tuple[npt.NDArray[np.int64], Numbers]:
-        """States worth improving: those that leave most on the table for capacities just above.
+    def gaps(self, count: int, least: float) -> list[Gap]:
+        """States not tried yet that leave most on the table for the capacities just above them.
 
         Args:
             count: How many at most.
-            share: Part of the value that must be missing.
+            least: Part of the value that must be missing.
 
         Returns:
-            Indices of the states, worst first, and for every state the seconds between it and the
-            hull where the next state begins.
+            The gaps above them, the worst first: that which costs most over all capacities.
         """
+        width = np.diff(self.kept)
         bound = np.interp(self.kept, *self.hull)[1:]
         missing = self.overhead[:-1] - bound
-        lost = missing / np.maximum(self.overhead[0] - bound, self.step)
-        lost[self.tried[:-1] | (self.kept[1:] * _REFINED < self.kept[-1])] = 0.0
-        worst = np.argsort(-lost * np.diff(self.kept), kind="stable")[:count]
-        return worst[lost[worst] > share], missing
+        share = missing / np.maximum(self.overhead[0] - bound, self.step)
+        share[self.tried[:-1] | (self.kept[1:] * _REFINED < self.kept[-1])] = 0.0
+        worst = np.argsort(-share * width, kind="stable")[:count]
+        return [
+            Gap(int(state), float(width[state]), float(missing[state]), float(share[state]))
+            for state in worst[share[worst] > least]
+        ]
+
+    def sides(self, gap: Gap) -> list[Codes]:
+        """Codes of the items that do not fit into a gap, below it and above it; others are free."""
+        small = self.director.bytes < gap.width
+        return [np.where(small, FREE, self.codes[gap.state + side]) for side in (0, 1)]
 
     def at(self, capacities: Numbers) -> Numbers:
         """Overhead of the best state within each capacity; ``-inf`` where there is none."""

@@ -11,17 +11,20 @@ from jdelta._problem import Problem
 from jdelta._solution import Outcome, Solution
 from jdelta._solver.base import Solver
 from jdelta._solver.chains import Chains
-from jdelta._solver.director import DECISIONS, RECOMPUTE, SAVE, Codes, Director, Numbers
+from jdelta._solver.director import DECISIONS, FREE, RECOMPUTE, SAVE, Codes, Director, Numbers
 from jdelta._solver.exchange import Exchange
 from jdelta._solver.filter import Filter
 from jdelta._solver.frontier import Frontier
 from jdelta._solver.release import Release
 
-_STEP = 1e-9
+_STEP = 1e-6
 """Part of all recompute seconds by which a state must be better than another to count."""
 
 _GAPS, _MISSING = 12, 2.5e-3
 """States improved in a round, and the part of the value that must be missing for that."""
+
+_WIDE = 0.02
+"""Part of the value that must be missing for the smaller items to be released once more."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,18 @@ def _frontier(problem: Problem, prices: int, rounds: int) -> Frontier:
     chains = Chains(problem.items)
     frontier = Frontier(Director(problem), _STEP * sum(item.seconds for item in problem.items))
     frontier.add(_single_items(problem, chains))
-    for transfer in _charges(problem):
-        frontier.add(_releases(problem, chains, transfer, prices))
+    charges, free = _charges(problem), np.full(len(problem.items), FREE)
+    for transfer in charges:
+        frontier.add(_releases(chains, transfer, free, prices))
     exchange = Exchange(problem, chains)
     for _ in range(rounds):
-        states, missing = frontier.gaps(_GAPS, _MISSING)
-        frontier.tried[states] = True
-        frontier.add([w for k in states for w in exchange.propose(frontier, k, missing[k])])
+        gaps = frontier.gaps(_GAPS, _MISSING)
+        wishes = [w for gap in gaps for w in exchange.propose(frontier, gap)]
+        if gaps and gaps[0].share > _WIDE:
+            for fixed in frontier.sides(gaps[0]):
+                wishes += _releases(chains, charges[0], fixed, prices)
+        frontier.tried[[gap.state for gap in gaps]] = True
+        frontier.add(wishes)
     return frontier
 
 
@@ -140,9 +148,9 @@ def _charges(problem: Problem) -> list[Numbers]:
     return charges
 
 
-def _releases(problem: Problem, chains: Chains, transfer: Numbers, prices: int) -> list[Codes]:
+def _releases(chains: Chains, transfer: Numbers, fixed: Codes, prices: int) -> list[Codes]:
     """States at the filter's prices, and on the way from each to the next."""
-    corners = Filter(problem.items, transfer).corners(prices)
+    corners = Filter(chains.items, transfer, fixed).corners(prices)
     states = [corners[-1].codes]
     for low, high in itertools.pairwise(corners):
         states += Release(chains, transfer, high, low).states()

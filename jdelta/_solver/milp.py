@@ -35,13 +35,14 @@ class Milp(Solver):
     With ``s`` and ``o`` binary the least ``r`` is 0 or 1 by itself.
 
     Attributes:
-        time_limit: Seconds after which the best decisions so far are returned.
+        time_limit: Seconds after which the best decisions so far are returned. With a limit the
+            answer depends on the speed of the machine, and processes may disagree.
         mip_rel_gap: Relative gap between an answer and its bound at which the search may stop.
             HiGHS also stops at an absolute gap, here 1e-6 of all recompute seconds together.
     """
 
     time_limit: float = math.inf
-    mip_rel_gap: float = 0.0
+    mip_rel_gap: float = 1e-4
 
     def _search(self, problem: Problem) -> Solution:
         programme = _Programme(problem)
