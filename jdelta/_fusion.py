@@ -15,7 +15,7 @@ from jdelta._graph import BARRIER, Graph, Operation, Value
 from jdelta._primitives import CHEAP, EXPENSIVE, FREE, MATMULS, REDUCTIONS, VIEWS
 
 _TILE = {1: (32, 128), 2: (16, 128), 4: (8, 128), 8: (8, 128)}
-_GEMM_ALIGNMENT = 16
+_GEMM_ALIGNMENT, _GEMM_TILE, _GEMM_TILES_AT_ONCE = 16, 128, 128
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,17 @@ class Compiler:
     def workspace(self, graph: Graph, op: Operation) -> int:
         """Bytes that an operation needs beside what it reads and writes.
 
-        CUDA: operands of a product over a dimension that is no multiple of 16 are copied, padded.
+        CUDA: a product with too few result tiles to fill the GPU is split along the contracted
+        dimension; if that is no multiple of 16, both operands are copied, padded.
         """
         if self.platform != "cuda" or op.primitive != "dot_general" or len(op.inputs) < 2:
             return 0
         (contracting, _), _ = op.params["dimension_numbers"]
         shape = graph.values[op.inputs[0]].shape
-        if all(shape[i] % _GEMM_ALIGNMENT == 0 for i in contracting):
+        tiles = math.prod(graph.values[op.outputs[0]].shape) / _GEMM_TILE**2
+        if tiles >= _GEMM_TILES_AT_ONCE or all(
+            shape[i] % _GEMM_ALIGNMENT == 0 for i in contracting
+        ):
             return 0
         return sum(graph.values[v].bytes for v in op.inputs)
 

@@ -54,9 +54,19 @@ class Items:
     pinned: Mapping[str, Decision]
 
     def decisions(self, chosen: Sequence[Decision]) -> dict[str, Decision]:
-        """Decisions for all residuals, given those for the items."""
+        """Decisions for all residuals, given those for the items.
+
+        What a solver keeps although nothing in the backward pass would read it (given all else
+        that is kept) is dropped: JAX would not keep it either.
+        """
         free = {item.name: d for item, d in zip(self.problem.items, chosen, strict=True)}
-        return {r.name: self.pinned.get(r.name) or free[r.name] for r in self.residuals}
+        given = [self.pinned.get(r.name) or free[r.name] for r in self.residuals]
+        again = self.whole.recomputed(given)
+        read = {s for r, more in zip(self.residuals, again, strict=True) if more for s in r.sources}
+        return {
+            r.name: d if r.needed or r.name in read else Decision.RECOMPUTE
+            for r, d in zip(self.residuals, given, strict=True)
+        }
 
     def overhead(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step."""

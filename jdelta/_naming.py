@@ -32,14 +32,17 @@ class RegionName(str):
 
     Attributes:
         region: Name of the region, the first part of the name.
+        loops: Number of loops of the region itself that the value is in.
     """
 
     region: str
+    loops: int
 
-    def __new__(cls, region: str, inner: str) -> RegionName:
+    def __new__(cls, region: str, inner: str, loops: int = 0) -> RegionName:
         """The name ``region/inner``."""
         self = super().__new__(cls, f"{region}/{inner}")
         self.region = region
+        self.loops = loops
         return self
 
 
@@ -51,13 +54,13 @@ class _Namer:
         self._own = region.rsplit("#", 1)[0].rsplit("/", 1)[-1]
         self._used: Counter[str] = Counter()
 
-    def __call__(self, path: Sequence[str], last: str) -> RegionName:
+    def __call__(self, path: Sequence[str], last: str, loops: int) -> RegionName:
         if path and path[0] == self._own:  # a module's scope begins with its own name
             path = path[1:]
         inner = "/".join((*path, last))
         self._used[inner] += 1
         repeat = self._used[inner] - 1
-        return RegionName(self._region, f"{inner}_{repeat}" if repeat else inner)
+        return RegionName(self._region, f"{inner}_{repeat}" if repeat else inner, loops)
 
 
 def add_names(closed: Jaxpr, tangent: Sequence[bool], region: str) -> Jaxpr:
@@ -71,17 +74,23 @@ def add_names(closed: Jaxpr, tangent: Sequence[bool], region: str) -> Jaxpr:
     Returns:
         A closed jaxpr that computes the same, calls inlined, names inserted.
     """
-    return _Rewrite(closed, tangent, _Namer(region), ()).result()
+    return _Rewrite(closed, tangent, _Namer(region)).result()
 
 
 class _Rewrite:
     """One pass over a jaxpr: inline calls, follow tangents, insert names."""
 
     def __init__(
-        self, closed: Jaxpr, tangent: Sequence[bool], namer: _Namer, path: tuple[str, ...]
+        self,
+        closed: Jaxpr,
+        tangent: Sequence[bool],
+        namer: _Namer,
+        path: tuple[str, ...] = (),
+        loops: int = 0,
     ):
         self.closed = closed
         self.namer = namer
+        self.loops = loops
         self.eqns: list[Eqn] = []
         self.new_consts: dict[Var, Any] = {}
         self.became: dict[Var, Atom] = {}
@@ -143,7 +152,7 @@ class _Rewrite:
                 self.tangents.add(new)
             elif hasattr(old.aval, "shape"):
                 self.became[old] = named = _jax.new_var(old.aval)
-                name = self.namer(path, user_name or _jax.label(eqn))
+                name = self.namer(path, user_name or _jax.label(eqn), self.loops)
                 self.eqns.append(_jax.name_equation(new, named, name, eqn))
 
     def _scan_body(
@@ -152,13 +161,13 @@ class _Rewrite:
         """The scan's body with names, and which of the scan's outputs are tangents."""
         body = eqn.params["jaxpr"]
         tangent_in = _carry_fixpoint(eqn, tangent_in)
-        rewrite = _Rewrite(body, tangent_in, self.namer, (*path, "scan"))
+        rewrite = _Rewrite(body, tangent_in, self.namer, (*path, "scan"), self.loops + 1)
         return rewrite.result(), _scan_outputs(eqn, tangent_in, rewrite.tangent_outputs())
 
 
 def _dependent(jaxpr: Jaxpr, tangent: Sequence[bool]) -> list[bool]:
     """Which outputs of a jaxpr depend on the inputs marked in ``tangent``."""
-    return _Rewrite(jaxpr, tangent, _Namer(""), ()).tangent_outputs()
+    return _Rewrite(jaxpr, tangent, _Namer("")).tangent_outputs()
 
 
 def _carry_fixpoint(eqn: Eqn, tangent_in: Sequence[bool]) -> list[bool]:

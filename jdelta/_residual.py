@@ -68,6 +68,7 @@ class _Analysis:
         self.makers = [op for op in self.graph.operations if self._makes_primal(op)]
         self.needed = self._needed()
         self.narrow = matmul_only(self.graph)
+        self.constant = self._constant()
 
     def _bases(self) -> list[int]:
         """For each value the one it is a view of."""
@@ -111,6 +112,14 @@ class _Analysis:
                     tangents.difference_update(v for v in op.outputs if self.base[v] in self.names)
         return needed
 
+    def _constant(self) -> set[int]:
+        """Values that depend on no input: the compiler folds them."""
+        varying = set(self.graph.inputs)
+        for op in self.graph.operations:
+            if not varying.isdisjoint(op.inputs):
+                varying.update(op.outputs)
+        return set(range(len(self.graph.values))) - varying
+
     def residuals(self) -> tuple[Residual, ...]:
         roots = storage(self.graph, Compiler(self.target.platform))
         found: dict[int, Residual] = {}
@@ -149,7 +158,7 @@ class _Analysis:
         return frozenset(sources), sum(between.values())
 
     def _is_item(self, op: Operation, value: int) -> bool:
-        if op.primitive in FREE or value not in self.names:
+        if op.primitive in FREE or value not in self.names or value in self.constant:
             return False
         return value in self.needed or op.primitive not in CHEAP
 

@@ -69,7 +69,8 @@ def trace(step_fn: Callable[..., Any], *args: Any) -> Trace:
     graph = graph_of(jaxpr)
     found: dict[str, tuple[int, int]] = {}
     for op, trips, loops in walk(graph):
-        if isinstance(op.name, RegionName):
+        if isinstance(op.name, RegionName) and op.name.loops == 0:
+            # JAX hoists what does not change out of loops: the deepest values tell.
             seen, depth = found.get(op.name.region, (0, 0))
             found[op.name.region] = (max(seen, trips), max(depth, loops))
     _check(session, found)

@@ -156,9 +156,10 @@ class Exchange:
         return enter, leave
 
 
-def _sums(core: list[_Move], price: float) -> tuple[Numbers, Numbers, Codes]:
+def _sums(core: list[_Move], price: float) -> tuple[Numbers, Numbers, npt.NDArray[np.int64]]:
     """Unbeaten sums of moves: kept bytes, seconds, and which moves, as bits."""
-    kept, seconds, chosen = np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64)
+    kept, seconds = np.zeros(1), np.zeros(1)
+    chosen = np.zeros(1, dtype=np.int64)
     for bit, move in enumerate(core):
         kept = np.append(kept, kept + move.kept)
         seconds = np.append(seconds, seconds + move.seconds)

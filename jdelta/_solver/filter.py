@@ -4,7 +4,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse
@@ -119,8 +119,8 @@ class Filter:
         )
         shape = (2 * size + 2, 2 * size + 2)
         graph = scipy.sparse.csr_array((limits, (self.tails, self.heads)), shape=shape)
-        flow = cast(Any, scipy.sparse.csgraph.maximum_flow(graph, 2 * size, 2 * size + 1)).flow
-        left = cast(Any, graph - flow)
+        flow: Any = scipy.sparse.csgraph.maximum_flow(graph, 2 * size, 2 * size + 1)
+        left: Any = graph - flow.flow
         left.eliminate_zeros()
         near = _reached(left, 2 * size)
         far = ~_reached(left.T.tocsr(), 2 * size + 1)

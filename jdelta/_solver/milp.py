@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import scipy.optimize
 import scipy.sparse
@@ -13,6 +13,13 @@ from jdelta._decision import Decision
 from jdelta._problem import Problem
 from jdelta._solution import Outcome, Solution
 from jdelta._solver.base import Solver
+
+_SCALE = 1e6
+"""A capacity, in the units of its row: HiGHS may exceed a row by 1e-6 units."""
+
+_CUTS, _ROUNDING = 8, 2e-6
+"""How often a solution that is over a capacity is cut off before the capacity is lowered, and by
+which part of it: HiGHS takes 1 - 1e-6 for a whole number, so that is enough."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,8 @@ class Milp(Solver):
         time_limit: Seconds after which the best decisions so far are returned. With a limit the
             answer depends on the speed of the machine, and processes may disagree.
         mip_rel_gap: Relative gap between an answer and its bound at which the search may stop.
-            HiGHS also stops at an absolute gap, here 1e-6 of all recompute seconds together.
+            HiGHS also stops at an absolute gap, here 1e-6 of all recompute seconds together, and
+            where many sets of items come within 2e-6 of a capacity, that much may stay empty.
     """
 
     time_limit: float = math.inf
@@ -47,48 +55,82 @@ class Milp(Solver):
     def _search(self, problem: Problem) -> Solution:
         programme = _Programme(problem)
         end = time.monotonic() + self.time_limit
-        while True:
-            result = programme.run(max(0.0, end - time.monotonic()), self.mip_rel_gap)
-            if result.x is None:  # Ran out of time without a point; keeping nothing is one.
-                nothing = (Decision.RECOMPUTE,) * len(problem.items)
-                return Solution.of(problem, nothing, Outcome.TIME_LIMIT)
-            outcome = Outcome.OPTIMAL if result.status == 0 else Outcome.TIME_LIMIT
-            solution = Solution.of(problem, programme.decisions(result.x), outcome)
+        for _ in range(_CUTS):
+            solution = self._attempt(programme, end)
             if not programme.cut_off(solution):
                 return solution
+        programme.lower_capacities()
+        return self._attempt(programme, end)
+
+    def _attempt(self, programme: "_Programme", end: float) -> Solution:
+        """Solve the programme as it stands, until a moment of the monotonic clock."""
+        result = programme.run(max(0.0, end - time.monotonic()), self.mip_rel_gap)
+        if result.x is None:  # Ran out of time without a point; keeping nothing is one.
+            decisions = [Decision.RECOMPUTE] * programme.size
+        else:
+            decisions = programme.decisions(result.x)
+        outcome = Outcome.OPTIMAL if result.status == 0 else Outcome.TIME_LIMIT
+        return Solution.of(programme.problem, decisions, outcome)
+
+
+class _Memory(NamedTuple):
+    """One of the two memories.
+
+    Attributes:
+        decision: What puts an item there.
+        column: Column of the first item's binary.
+        weights: Bytes that each item takes there.
+        capacity: Bytes that all may take.
+    """
+
+    decision: Decision
+    column: int
+    weights: list[float]
+    capacity: float
 
 
 class _Programme:
     """Matrix form of a problem. Columns: all s, all o, all r, x_out, x_in; rows: ``<= limit``.
 
-    HiGHS's tolerances are absolute, so bytes are scaled by the capacity of their row, and seconds
-    by all recompute seconds together.
+    HiGHS's tolerances are absolute, so bytes are in units of their capacity, and seconds in units
+    of all recompute seconds together.
     """
 
     def __init__(self, problem: Problem):
         self.problem = problem
         self.size = len(problem.items)
         self.second = 1.0 / (math.fsum(item.seconds for item in problem.items) or 1.0)
+        upper = [1.0] * self.size + [float(item.offloadable) for item in problem.items]
+        self.upper = upper + [1.0] * self.size + [math.inf, math.inf]
         self.rows: list[Mapping[int, float]] = []
         self.limits: list[float] = []
+        held, moved = [i.bytes for i in problem.items], [i.host_bytes for i in problem.items]
+        self.memories = (
+            _Memory(Decision.SAVE, 0, held, problem.capacity),
+            _Memory(Decision.OFFLOAD, self.size, moved, problem.host_capacity),
+        )
         self._add_decisions()
         self._add_directions()
-        for column, weights, capacity in self._memories():
-            unit = 1.0 / (capacity or max(weights, default=0.0) or 1.0)
-            self._add({column + i: w * unit for i, w in enumerate(weights)}, capacity * unit)
+        self._add_memories()
+        self.uncut = len(self.rows)
 
     def run(self, time_limit: float, mip_rel_gap: float) -> Any:
-        """Have HiGHS solve the programme."""
+        """Have HiGHS solve the programme.
+
+        Raises:
+            RuntimeError: HiGHS neither solved it nor ran out of time.
+        """
         items, size = self.problem.items, self.size
-        offload = [float(item.offloadable) for item in items]
-        upper = [1.0] * size + offload + [1.0] * size + [math.inf, math.inf]
-        return scipy.optimize.milp(
+        result = scipy.optimize.milp(
             [0.0] * (2 * size) + [item.seconds * self.second for item in items] + [1.0, 1.0],
             integrality=[1] * (2 * size) + [0] * (size + 2),
-            bounds=scipy.optimize.Bounds(0.0, upper),
+            bounds=scipy.optimize.Bounds(0.0, self.upper),  # pyright: ignore[reportArgumentType]
             constraints=self._constraints(),
             options={"time_limit": time_limit, "mip_rel_gap": mip_rel_gap},
         )
+        if result.status not in (0, 1):
+            raise RuntimeError(f"HiGHS cannot solve the programme: {result.message}")
+        return result
 
     def decisions(self, point: Any) -> list[Decision]:
         """Read a point's binaries."""
@@ -99,37 +141,45 @@ class _Programme:
         ]
 
     def cut_off(self, solution: Solution) -> bool:
-        """Exclude a solution that is over a capacity by less than HiGHS's tolerance.
-
-        Adds the extended cover inequality (Balas 1975, doi:10.1007/BF01580440): when the set S is
-        too heavy, so is any set of as many items that are in S or as heavy as its heaviest.
+        """Exclude a solution that is over a capacity because HiGHS rounds.
 
         Returns:
-            Whether the solution was over a capacity.
+            Whether it was over a capacity.
         """
-        chosen = (Decision.SAVE, Decision.OFFLOAD)
         over = False
-        for decision, (column, weights, capacity) in zip(chosen, self._memories(), strict=True):
-            cover = {i for i, d in enumerate(solution.decisions) if d is decision}
-            if math.fsum(weights[i] for i in cover) > capacity:
-                heaviest = max(weights[i] for i in cover)
-                extended = cover | {i for i in range(self.size) if weights[i] >= heaviest}
-                self._add({column + i: 1.0 for i in extended}, len(cover) - 1.0)
+        for memory in self.memories:
+            chosen = [i for i, d in enumerate(solution.decisions) if d is memory.decision]
+            if math.fsum(memory.weights[i] for i in chosen) > memory.capacity:
                 over = True
+                self._add_covers(memory, chosen)
         return over
 
-    def _memories(self) -> list[tuple[int, list[float], float]]:
-        """First column, bytes of each item and capacity, of the device and of the host."""
-        items = self.problem.items
-        return [
-            (0, [item.bytes for item in items], self.problem.capacity),
-            (self.size, [item.host_bytes for item in items], self.problem.host_capacity),
-        ]
+    def lower_capacities(self) -> None:
+        """Leave so much room that rounding cannot exceed a capacity, in place of any cuts."""
+        del self.rows[self.uncut :], self.limits[self.uncut :]
+        for row in range(self.uncut - len(self.memories), self.uncut):
+            self.limits[row] *= 1 - _ROUNDING
+
+    def _add_covers(self, memory: _Memory, chosen: list[int]) -> None:
+        """Add extended cover inequalities (Balas 1975, doi:10.1007/BF01580440).
+
+        A set that fits, with one item more that does not, is a cover: no two sets of as many items
+        that are in it or as heavy as its heaviest fit either.
+        """
+        weights = memory.weights
+        chosen = sorted(chosen, key=lambda i: (-weights[i], i))
+        count = 0
+        while math.fsum(weights[i] for i in chosen[: count + 1]) <= memory.capacity:
+            count += 1
+        fits, heaviest = chosen[:count], weights[chosen[0]]
+        extended = {*fits, *(i for i in range(self.size) if weights[i] >= heaviest)}
+        for last in chosen[count:]:
+            if math.fsum(weights[i] for i in [*fits, last]) > memory.capacity:
+                self._add({memory.column + i: 1.0 for i in {*extended, last}}, float(count))
 
     def _add(self, row: Mapping[int, float], limit: float) -> None:
-        if limit < math.inf:
-            self.rows.append(row)
-            self.limits.append(limit)
+        self.rows.append(row)
+        self.limits.append(limit)
 
     def _add_decisions(self) -> None:
         """Rows that say what is computed again."""
@@ -144,18 +194,30 @@ class _Programme:
     def _add_directions(self) -> None:
         """Rows that say how much of the transfers is exposed."""
         items = self.problem.items
-        seconds_out = [item.seconds_out if item.offloadable else 0.0 for item in items]
-        seconds_in = [item.seconds_in if item.offloadable else 0.0 for item in items]
-        for column, seconds, hidden in (
-            (3 * self.size, seconds_out, self.problem.hidden_out),
-            (3 * self.size + 1, seconds_in, self.problem.hidden_in),
+        movable = [i for i, item in enumerate(items) if item.offloadable]
+        for column, hidden, seconds in (
+            (3 * self.size, self.problem.hidden_out, [items[i].seconds_out for i in movable]),
+            (3 * self.size + 1, self.problem.hidden_in, [items[i].seconds_in for i in movable]),
         ):
-            row = {self.size + i: moved * self.second for i, moved in enumerate(seconds)}
+            moved = zip(movable, seconds, strict=True)
+            row = {self.size + i: amount * self.second for i, amount in moved}
             self._add(row | {column: -1.0}, hidden * self.second)
+
+    def _add_memories(self) -> None:
+        """Rows that say what fits; what does not fit by itself is ruled out by its bound."""
+        for _, column, weights, capacity in self.memories:
+            row: dict[int, float] = {}
+            for i, weight in enumerate(weights):
+                if weight > capacity:
+                    self.upper[column + i] = 0.0
+                elif weight > 0:
+                    row[column + i] = weight / capacity * _SCALE
+            self._add(row, _SCALE)
 
     def _constraints(self) -> scipy.optimize.LinearConstraint:
         entries = [(k, column, a) for k, row in enumerate(self.rows) for column, a in row.items()]
-        rows, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
+        rows, columns, values = zip(*entries, strict=True)
         shape = (len(self.rows), 3 * self.size + 2)
         matrix = scipy.sparse.csr_array((values, (rows, columns)), shape=shape)
-        return scipy.optimize.LinearConstraint(matrix, -math.inf, self.limits)
+        limits: Any = self.limits
+        return scipy.optimize.LinearConstraint(matrix, -math.inf, limits)

@@ -2,8 +2,6 @@
 
 import heapq
 
-import numpy as np
-
 from jdelta._solver.chains import Chains
 from jdelta._solver.director import OFFLOAD, RECOMPUTE, SAVE, Codes, Numbers
 from jdelta._solver.filter import Corner
@@ -31,7 +29,8 @@ class Release:
         self.chains = chains
         self.bytes = [item.bytes for item in chains.items]
         self.transfer: list[float] = transfer.tolist()
-        self.codes: list[int] = high.codes.tolist()
+        self.row = high.codes.copy()
+        self.codes: list[int] = self.row.tolist()  # The same, for quick look-ups.
         self.goal: list[int] = low.codes.tolist()
         self.price = (low.seconds - high.seconds) / (high.kept - low.kept)
         chains.start([code != RECOMPUTE for code in self.codes])
@@ -46,7 +45,7 @@ class Release:
             rank, index = heapq.heappop(self.queue)
             if self._differs(index) and rank == self.ranks[index] and self._current(index):
                 self._step(index)
-                states.append(np.array(self.codes, dtype=np.int8))
+                states.append(self.row.copy())
         return states
 
     def _differs(self, index: int) -> bool:
@@ -64,7 +63,7 @@ class Release:
     def _step(self, index: int) -> None:
         """Give an item its new decision and re-price what that may have touched."""
         toggled = RECOMPUTE in (self.codes[index], self.goal[index])
-        self.codes[index] = self.goal[index]
+        self.row[index] = self.codes[index] = self.goal[index]
         if toggled:
             for other in self.chains.toggle(index):
                 if self._differs(other):

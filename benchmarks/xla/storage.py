@@ -1,0 +1,107 @@
+"""What the TPU and CUDA compilers store: the facts behind `jdelta/_fusion.py`.
+
+Each program comes twice, with a question that differs in one thing only. Figures are temporaries
+in MiB as the compiler reports them, ahead of time.
+
+    python -m benchmarks.xla.storage
+
+Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in 0.12.0.1) stand in docs/how-it-works.md.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from jdelta._measure import measure
+from jdelta._target import resolve
+
+F32 = jnp.float32
+
+
+def stack(elementwise: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A loop stacks float32 values, 256 MiB; a second one reads them in a product, or not only."""
+
+    def program(x, w):
+        def forward(c, _):
+            c = jnp.tanh(c @ w)
+            return c, c
+
+        _, stacked = jax.lax.scan(forward, x, length=16)
+
+        def backward(c, saved):
+            return c + saved.T @ c + (saved * 2.0 if elementwise else 0.0), None
+
+        return jax.lax.scan(backward, x, stacked, reverse=True)[0]
+
+    return program, (jax.ShapeDtypeStruct((2048, 2048), F32),) * 2
+
+
+def row_scatter(batched: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The derivative of picking one logit a row: by `take_along_axis`, or by a flat `take`."""
+
+    def loss(w, x, labels):
+        logits = x @ w
+        picked = (
+            jnp.take_along_axis(logits, labels[:, None], axis=-1)
+            if batched
+            else jnp.take(logits.reshape(-1), labels + jnp.arange(len(labels)) * 32768)
+        )
+        return jax.nn.logsumexp(logits, axis=-1).mean() - picked.mean()
+
+    shapes = ((512, 32768), (4096, 512))
+    args = tuple(jax.ShapeDtypeStruct(s, F32) for s in shapes)
+    return jax.grad(loss, argnums=(0, 1)), (*args, jax.ShapeDtypeStruct((4096,), jnp.int32))
+
+
+def product(rows: int, contracted: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A product of float32 matrices, with few or many result tiles, over any dimension."""
+
+    def program(a, b):
+        return a @ b
+
+    shapes = ((rows, contracted), (contracted, 768))
+    return program, tuple(jax.ShapeDtypeStruct(s, F32) for s in shapes)
+
+
+PROGRAMS = {
+    "256 MiB stack, read by products only": stack(elementwise=False),
+    "256 MiB stack, read element-wise too": stack(elementwise=True),
+    "512 MiB logits, gradient of take_along_axis": row_scatter(batched=True),
+    "512 MiB logits, gradient of flat take": row_scatter(batched=False),
+    "few tiles, product over 50272 = 16 · 3142": product(1024, 50272),
+    "few tiles, product over 50257": product(1024, 50257),
+    "many tiles, product over 50257": product(4096, 50257),
+}
+TARGETS = ("tpu:v5e:2x2", "cuda:h100")
+
+
+def temporaries(name: str, target: str) -> int:
+    """Temporary bytes of a program on a target."""
+    program, shapes = PROGRAMS[name]
+    where = resolve(target)
+    traced = jax.jit(program).trace(*where.abstract(shapes))
+    return measure(traced.lower(lowering_platforms=(where.platform,)), where)[1].temporaries
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print bytes as JSON")
+    options = parser.parse_args()
+    results = {name: {t: temporaries(name, t) for t in TARGETS} for name in PROGRAMS}
+    if options.json:
+        print(json.dumps(results, indent=1))
+        return
+    table = Table("program", *TARGETS, title="temporaries, MiB")
+    for name, row in results.items():
+        table.add_row(name, *(f"{size / 2**20:.0f}" for size in row.values()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

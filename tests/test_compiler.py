@@ -1,0 +1,76 @@
+"""Promises checked with the real compilers of accelerators that are not here (slow)."""
+
+import importlib.util
+
+import jax
+import pytest
+
+import jdelta
+from benchmarks.models import build, checkpoint
+from jdelta import BudgetError, Decision, PlanMismatchError
+from jdelta._measure import measure
+from jdelta._target import resolve
+
+pytestmark = pytest.mark.compiler
+
+
+def target(name, extra, module):
+    missing = importlib.util.find_spec(module) is None
+    reason = f"needs the compiler: pip install 'jdelta[{extra}]'"
+    return pytest.param(name, marks=pytest.mark.skipif(missing, reason=reason))
+
+
+TARGETS = [
+    target("tpu:v5e:2x2", "tpu", "libtpu"),
+    target("cuda:h100", "cuda", "jax_cuda13_plugin"),
+]
+MLP = {"name": "mlp", "batch": 32768}
+GPT2 = {"name": "gpt2", "scan": True, "batch": 4, "length": 512}
+
+
+def planned(step, budget, target, **options):
+    case = build(**step, remat=jdelta.remat)
+    return jdelta.plan(
+        case.step, budget, case.state, case.batch, target=target, donate_argnums=0, **options
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("step", "share"), [(MLP, 0.8), (MLP, 0.6), (GPT2, 0.5)])
+def test_the_compiled_peak_is_within_the_budget_and_near_the_prediction(step, share, target):
+    plan = planned(step, share, target)
+    assert plan.floor <= plan.compiled_peak <= plan.budget < plan.ceiling
+    assert plan.predicted_peak == pytest.approx(plan.compiled_peak, rel=0.05)
+    assert plan.budget == int(share * plan.ceiling)
+    assert plan.compiles <= 4
+    assert plan.host_bytes == 0
+    assert 0 < plan.overhead < plan.step_seconds
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_floor_is_true(target):
+    with pytest.raises(BudgetError, match="below the floor") as caught:
+        planned(MLP, "3GiB", target)
+    where = resolve(target)
+    by_hand = build(**MLP, remat=checkpoint("mlp"))
+    placed = where.abstract((by_hand.state, by_hand.batch))
+    traced = jax.jit(by_hand.step, donate_argnums=0).trace(*placed)
+    _, measured = measure(traced.lower(lowering_platforms=(where.platform,)), where)
+    assert measured.peak > 3 * 2**30
+    assert measured.peak == pytest.approx(caught.value.floor, rel=0.02)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_host_bytes_are_the_planned_ones(target):
+    away = {"h/mlp/ff1/add": "offload", "h/mlp/tanh": "offload"}
+    if refusal := resolve(target).offload_refusal:
+        with pytest.raises(PlanMismatchError, match="cannot be offloaded"):
+            planned(GPT2, 0.8, target, pin=away)
+        assert "jaxlib" in refusal
+        return
+    plan = planned(GPT2, 0.8, target, pin=away)
+    names = {name for name, d in plan.decisions.items() if d is Decision.OFFLOAD}
+    assert names == set(away)
+    assert plan.host_bytes == sum(r.bytes for r in plan.residuals if r.name in names)
+    assert plan.host_bytes == 2 * 12 * 4 * 512 * 3072 * 4
+    assert plan.compiled_peak <= plan.budget

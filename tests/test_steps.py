@@ -1,0 +1,128 @@
+"""Seven training steps under plans: equal losses and gradients, exactly the planned residuals kept.
+
+The steps keep their structure in tiny widths. Plans are made for a TPU, without compiling for it:
+unrolled layers then decide each for itself, as they would there; numbers come from the CPU.
+"""
+
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from jax._src.ad_checkpoint import saved_residuals
+
+import jdelta
+from benchmarks.models import build
+from jdelta import Decision, _jax
+from jdelta._items import items_of
+from jdelta._policy import Policy
+from jdelta._region import Session
+from jdelta._residual import residuals
+from jdelta._solver import Knapsack
+from jdelta._target import resolve
+from jdelta._trace import trace
+
+STEPS = {
+    "mlp": {"name": "mlp"},
+    "gpt2 unrolled": {"name": "gpt2"},
+    "gpt2 scanned": {"name": "gpt2", "scan": True},
+    "bert-base": {"name": "bert-base"},
+    "resnet50": {"name": "resnet50"},
+    "vit-b": {"name": "vit-b"},
+    "llama scanned": {"name": "llama", "scan": True},
+}
+
+
+def planned(case, share):
+    """The step's regions, and decisions that keep `share` of all residual bytes."""
+    target = resolve("tpu:v5e:2x2")
+    found = trace(case.step, case.state, case.batch)
+    priced = [r for region in found.regions for r in residuals(region, target)]
+    items = items_of(priced, target, 0.0, {})
+    capacity = share * sum(item.bytes for item in items.problem.items if item.needed)
+    problem = items.problem.__class__(items.problem.items, capacity)
+    return found, items.decisions(Knapsack().solve(problem).decisions)
+
+
+def under(found, decisions, fun):
+    """`fun` with its regions following the decisions."""
+    loops = {region.name: region.loops for region in found.regions}
+    policy = Policy.of(decisions, loops)
+
+    def run(*args):
+        with _jax.session_context(Session(policy, found.aliases)):
+            return fun(*args)
+
+    return run
+
+
+def fast(fun):
+    return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_loss_and_gradients_equal_the_plain_step(step):
+    marked = build(**STEPS[step], small=True, remat=jdelta.remat)
+    plain = build(**STEPS[step], small=True)
+    found, decisions = planned(marked, 0.4)
+    assert {Decision.SAVE, Decision.RECOMPUTE} <= set(decisions.values())
+    state, batch = plain.init(0)
+    loss, grads = fast(under(found, decisions, marked.grads))(state, batch)
+    expected_loss, expected = fast(plain.grads)(state, batch)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    largest = max(float(abs(g).max()) for g in jax.tree.leaves(expected))
+    for path, g in jax.tree.leaves_with_path(grads):
+        e = dict(jax.tree.leaves_with_path(expected))[path]
+        # Relative to the leaf; what is zero but for rounding is measured on the whole tree.
+        atol = 1e-5 * max(float(abs(e).max()), 1e-2 * largest)
+        np.testing.assert_allclose(g, e, rtol=1e-5, atol=atol, err_msg=str(path))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+@pytest.mark.parametrize("step", [s for s in STEPS if "scanned" not in s])
+def test_exactly_the_planned_residuals_are_kept(step, share):
+    case = build(**STEPS[step], small=True, remat=jdelta.remat)
+    found, decisions = planned(case, share)
+    saved = {name for name, d in decisions.items() if d is Decision.SAVE}
+    assert bool(saved) is (share > 0)
+    state, batch = case.init(0)
+    run = under(found, decisions, lambda params: case.loss(state._replace(params=params), batch))
+    kept = {
+        what.split("'")[1]
+        for _, what in saved_residuals(run, state.params)
+        if what.startswith("named")
+    }
+    outputs = kept - saved  # of a region, and so inputs of what comes after it
+    assert saved <= kept
+    regions = Counter(name.split("/")[0] for name in outputs)
+    assert all(count <= 2 for count in regions.values()), regions
+
+
+def loops_of(jaxpr, length):
+    """The scans of this length, in program order, calls looked into."""
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name == "scan" and eqn.params["length"] == length:
+            yield eqn
+        else:
+            for inner in _jax.subjaxprs(eqn):
+                yield from loops_of(inner, length)
+
+
+@pytest.mark.parametrize("step", [s for s in STEPS if "scanned" in s])
+def test_exactly_the_planned_residuals_are_stacked_by_a_loop(step):
+    case = build(**STEPS[step], small=True, remat=jdelta.remat)
+    stacks = {}
+    for share in (0.0, 0.4):
+        found, decisions = planned(case, share)
+        run = under(found, decisions, case.grads)
+        jaxpr = jax.make_jaxpr(run)(case.state, case.batch)
+        forward = next(loops_of(jaxpr, found.regions[0].trips))
+        carry = _jax.scan_counts(forward)[1]
+        stacks[share] = Counter(
+            (v.aval.shape[1:], str(v.aval.dtype)) for v in forward.outvars[carry:]
+        )
+    shapes = {r.name: (r.shape, r.dtype) for r in residuals(found.regions[0], resolve("cpu"))}
+    expected = Counter(shapes[n] for n, d in decisions.items() if d is Decision.SAVE)
+    assert expected
+    assert stacks[0.4] - stacks[0.0] == expected
+    assert not stacks[0.0] - stacks[0.4]
