@@ -24,6 +24,11 @@ class Outcome(enum.Enum):
         "raise `time_limit`, widen `mip_rel_gap`, or use `Knapsack`."
     )
 
+    ROUNDED = (
+        "The decisions fit, but many sets of items come closer to a capacity than `Milp` can tell "
+        "apart, and a better one of them may fit: change the capacity by some parts in a million."
+    )
+
     INFEASIBLE = (
         "Nothing fits, not even keeping nothing, because a capacity is below zero: raise the "
         "budget by at least what is missing."

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import scipy.optimize
@@ -14,12 +14,9 @@ from jdelta._problem import Problem
 from jdelta._solution import Outcome, Solution
 from jdelta._solver.base import Solver
 
-_SCALE = 1e6
-"""A capacity, in the units of its row: HiGHS may exceed a row by 1e-6 units."""
-
 _CUTS, _ROUNDING = 8, 2e-6
-"""How often a solution that is over a capacity is cut off before the capacity is lowered, and by
-which part of it: HiGHS takes 1 - 1e-6 for a whole number, so that is enough."""
+"""How often a solution that is over a capacity is cut off before the capacities are lowered, and by
+which part: HiGHS may exceed a row by 1e-6, and takes what is within 1e-6 for a whole number."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,7 @@ class Milp(Solver):
         time_limit: Seconds after which the best decisions so far are returned. With a limit the
             answer depends on the speed of the machine, and processes may disagree.
         mip_rel_gap: Relative gap between an answer and its bound at which the search may stop.
-            HiGHS also stops at an absolute gap, here 1e-6 of all recompute seconds together, and
-            where many sets of items come within 2e-6 of a capacity, that much may stay empty.
+            HiGHS also stops at an absolute gap, here 1e-6 of all recompute seconds together.
     """
 
     time_limit: float = math.inf
@@ -60,7 +56,7 @@ class Milp(Solver):
             if not programme.cut_off(solution):
                 return solution
         programme.lower_capacities()
-        return self._attempt(programme, end)
+        return replace(self._attempt(programme, end), outcome=Outcome.ROUNDED)
 
     def _attempt(self, programme: "_Programme", end: float) -> Solution:
         """Solve the programme as it stands, until a moment of the monotonic clock."""
@@ -158,7 +154,7 @@ class _Programme:
         """Leave so much room that rounding cannot exceed a capacity, in place of any cuts."""
         del self.rows[self.uncut :], self.limits[self.uncut :]
         for row in range(self.uncut - len(self.memories), self.uncut):
-            self.limits[row] *= 1 - _ROUNDING
+            self.limits[row] -= _ROUNDING
 
     def _add_covers(self, memory: _Memory, chosen: list[int]) -> None:
         """Add extended cover inequalities (Balas 1975, doi:10.1007/BF01580440).
@@ -211,8 +207,8 @@ class _Programme:
                 if weight > capacity:
                     self.upper[column + i] = 0.0
                 elif weight > 0:
-                    row[column + i] = weight / capacity * _SCALE
-            self._add(row, _SCALE)
+                    row[column + i] = weight / capacity
+            self._add(row, 1.0)
 
     def _constraints(self) -> scipy.optimize.LinearConstraint:
         entries = [(k, column, a) for k, row in enumerate(self.rows) for column, a in row.items()]
