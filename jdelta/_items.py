@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jdelta._decision import Decision
 from jdelta._errors import PlanMismatchError
@@ -67,6 +67,13 @@ class Items:
             r.name: d if r.needed or r.name in read else Decision.RECOMPUTE
             for r, d in zip(self.residuals, given, strict=True)
         }
+
+    def without_offload(self) -> Items:
+        """The same problem with nothing offloaded but what is pinned."""
+        closed = tuple(
+            replace(item, seconds_out=math.inf, seconds_in=math.inf) for item in self.problem.items
+        )
+        return replace(self, problem=replace(self.problem, items=closed))
 
     def overhead(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step."""

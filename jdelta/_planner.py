@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,9 @@ _known: dict[Any, dict[Policy, tuple[float, int]]] = {}
 small budget is never missed by a larger one."""
 
 MOST_COMPILES = 4
+_SURELY_THERE = 0.98
+"""Part of the planned host bytes that a compiled program must hold there."""
+
 MOST_TRACES = 5
 """Candidates traced and simulated for one compile."""
 
@@ -112,7 +115,7 @@ class Search:
 
         Raises:
             BudgetError: The budget is below the least peak that the step can reach.
-            OffloadError: What the plan offloads is not on the host in the compiled program.
+            OffloadError: What the user pinned to the host is not there in the compiled program.
         """
         plain = self._plain()
         if budget.share is not None or self._may_fit(plain, budget):
@@ -120,7 +123,8 @@ class Search:
         bound = budget.bytes or int((budget.share or 1.0) * plain.peak)
         if plain.measurement and plain.peak <= bound:
             return Found(plain, bound, plain.peak, plain.peak, self.compiles)
-        floor = self._compile(self._decide(capacity=0.0))
+        recompute = [Decision.RECOMPUTE] * len(self.items.problem.items)
+        floor = self._compile(self._candidate(recompute, Outcome.HEURISTIC))
         if floor.peak > bound:
             raise _too_small(bound, floor)
         ceiling = plain.peak if plain.measurement else self._predict(plain.emission)
@@ -130,32 +134,34 @@ class Search:
     def _improve(self, floor: Candidate, bound: int) -> Candidate:
         """Spend what the floor leaves of the budget."""
         best, goal = floor, bound
-        while self.compiles < MOST_COMPILES:
+        known = self._remembered(bound)
+        while self.compiles < MOST_COMPILES - (known is not None):
             candidate = self._fit(floor, goal)
             if candidate.decisions == best.decisions:
                 break
             candidate = self._compile(candidate)
-            if candidate.peak > bound:
+            if self._missing_on_host(candidate):
+                self.items = self.items.without_offload()
+            elif candidate.peak > bound:
                 goal = bound - (candidate.peak - bound) // 4 - bound // 200
             elif candidate.overhead <= best.overhead:
                 best = candidate
                 if candidate.peak >= GOOD_USE * bound:
                     break
-        return self._remembered(bound, best)
+        return self._compile(known) if known and known.overhead < best.overhead else best
 
-    def _remembered(self, bound: int, best: Candidate) -> Candidate:
-        """A plan compiled for another budget, where that is faster and fits this one."""
+    def _remembered(self, bound: int) -> Candidate | None:
+        """The fastest plan that was compiled for another budget and fits this one too."""
         fitting = [
-            (cost, i) for i, (cost, peak) in enumerate(self._known.values()) if peak <= bound
+            (overhead, index)
+            for index, (overhead, peak) in enumerate(self._known.values())
+            if peak <= bound
         ]
-        cost, index = min(fitting)
-        if cost >= best.overhead:
-            return best
-        policy = list(self._known)[index]
+        policy = list(self._known)[min(fitting)[1]]
         decisions = {r.name: policy.decision(r.name) for r in self.items.residuals}
-        emission = self._emit(policy)
-        known = Candidate(decisions, cost, emission, self._predict(emission), Outcome.HEURISTIC)
-        return self._compile(known)
+        if set(decisions.values()) == {Decision.RECOMPUTE}:
+            return None
+        return self._priced(decisions, Outcome.HEURISTIC)
 
     def _fit(self, floor: Candidate, goal: int) -> Candidate:
         """The fastest candidate whose predicted peak is within ``goal``: a bracketed search.
@@ -181,11 +187,15 @@ class Search:
     def _decide(self, capacity: float) -> Candidate:
         problem = replace(self.items.problem, capacity=capacity)
         solution = self.solver.solve(problem)
-        decisions = self.items.decisions(solution.decisions)
+        return self._candidate(solution.decisions, solution.outcome)
+
+    def _candidate(self, chosen: Sequence[Decision], outcome: Outcome) -> Candidate:
+        return self._priced(self.items.decisions(chosen), outcome)
+
+    def _priced(self, decisions: Mapping[str, Decision], outcome: Outcome) -> Candidate:
         emission = self._emit(Policy.of(decisions, self.regions))
-        predicted = self._predict(emission)
         overhead = self.items.overhead(decisions)
-        return Candidate(decisions, overhead, emission, predicted, solution.outcome)
+        return Candidate(decisions, overhead, emission, self._predict(emission), outcome)
 
     def _plain(self) -> Candidate:
         emission = self._emit(None)
@@ -201,11 +211,31 @@ class Search:
         compiled, measurement = measure(candidate.emission.lower(), self.step.target)
         if candidate.decisions is not None:
             self._points.append((candidate.emission.timeline.peak, measurement.peak))
-            policy = candidate.emission.policy
-            assert policy is not None
-            self._known[policy] = candidate.overhead, measurement.peak
-            _check_offload(candidate.decisions, self.items, measurement)
-        return replace(candidate, measurement=measurement, compiled=compiled)
+        candidate = replace(candidate, measurement=measurement, compiled=compiled)
+        if candidate.emission.policy is not None and not self._missing_on_host(candidate):
+            self._known[candidate.emission.policy] = candidate.overhead, measurement.peak
+        return candidate
+
+    def _missing_on_host(self, candidate: Candidate) -> bool:
+        """Whether the compiled program holds less on the host than the plan puts there.
+
+        Raises:
+            OffloadError: It does, and the user asked for it.
+        """
+        decisions, measurement = candidate.decisions, candidate.measurement
+        assert decisions is not None
+        assert measurement is not None
+        away = [r for r in self.items.residuals if decisions[r.name] is Decision.OFFLOAD]
+        planned = sum(r.bytes for r in away)
+        if measurement.refused or measurement.host >= _SURELY_THERE * planned:
+            return False
+        if any(r.name in self.items.pinned for r in away):
+            raise OffloadError(
+                f"The plan puts {format_bytes(planned)} on the host "
+                f"({', '.join(r.name for r in away[:5])}), but the compiled program holds "
+                f"{format_bytes(measurement.host)} there. Take these out of pin=."
+            )
+        return True
 
     def _predict(self, emission: Emission) -> int:
         """Simulated peak, corrected by what was compiled."""
@@ -237,22 +267,6 @@ def _fixed_bytes(graph: Graph, step: Step) -> int:
 
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _check_offload(
-    decisions: Mapping[str, Decision], items: Items, measurement: Measurement
-) -> None:
-    """Compare the host bytes of the compiled program with the plan's."""
-    names = [n for n, d in decisions.items() if d is Decision.OFFLOAD]
-    if not names or measurement.refused:
-        return
-    planned = sum(r.bytes for r in items.residuals if decisions[r.name] is Decision.OFFLOAD)
-    if measurement.host < 0.98 * planned:
-        raise OffloadError(
-            f"The plan puts {format_bytes(planned)} on the host ({', '.join(names[:5])}), but the "
-            f"compiled program holds {format_bytes(measurement.host)} there. Keep these off the "
-            "host with pin={name: 'recompute'}, and report the program."
-        )
 
 
 def _too_small(bound: int, floor: Candidate) -> BudgetError:

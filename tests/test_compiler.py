@@ -1,5 +1,6 @@
 """Promises checked with the real compilers of accelerators that are not here (slow)."""
 
+import dataclasses
 import importlib.util
 
 import jax
@@ -7,7 +8,7 @@ import pytest
 
 import jdelta
 from benchmarks.models import build, checkpoint
-from jdelta import BudgetError, Decision, PlanMismatchError
+from jdelta import BudgetError, Decision, OffloadError, PlanMismatchError
 from jdelta._measure import measure
 from jdelta._target import resolve
 
@@ -25,6 +26,7 @@ TARGETS = [
     target("cuda:h100", "cuda", "jax_cuda13_plugin"),
 ]
 MLP = {"name": "mlp", "batch": 32768}
+AWAY = {"h/mlp/ff1/add": "offload", "h/mlp/tanh": "offload"}
 GPT2 = {"name": "gpt2", "scan": True, "batch": 4, "length": 512}
 
 
@@ -62,15 +64,25 @@ def test_the_floor_is_true(target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_host_bytes_are_the_planned_ones(target):
-    away = {"h/mlp/ff1/add": "offload", "h/mlp/tanh": "offload"}
     if refusal := resolve(target).offload_refusal:
         with pytest.raises(PlanMismatchError, match="cannot be offloaded"):
-            planned(GPT2, 0.8, target, pin=away)
+            planned(GPT2, 0.8, target, pin=AWAY)
         assert "jaxlib" in refusal
         return
-    plan = planned(GPT2, 0.8, target, pin=away)
+    plan = planned(GPT2, 0.8, target, pin=AWAY)
     names = {name for name, d in plan.decisions.items() if d is Decision.OFFLOAD}
-    assert names == set(away)
+    assert names == set(AWAY)
     assert plan.host_bytes == sum(r.bytes for r in plan.residuals if r.name in names)
     assert plan.host_bytes == 2 * 12 * 4 * 512 * 3072 * 4
     assert plan.compiled_peak <= plan.budget
+
+
+@pytest.mark.parametrize("target", TARGETS[:1])
+def test_offload_that_the_compiler_dropped_is_an_error(target, monkeypatch):
+    def nothing_on_the_host(*args):
+        compiled, measured = measure(*args)
+        return compiled, dataclasses.replace(measured, host=0)
+
+    monkeypatch.setattr("jdelta._planner.measure", nothing_on_the_host)
+    with pytest.raises(OffloadError, match=r"576\.0 MiB on the host .* holds 0 B there"):
+        planned(GPT2, 0.8, target, pin=AWAY)

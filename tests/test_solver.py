@@ -15,7 +15,6 @@ from jdelta._decision import Decision
 from jdelta._problem import Item, Problem
 from jdelta._solution import Outcome, Solution
 from jdelta._solver import Knapsack, Milp, Solver
-from jdelta._solver import knapsack as knapsack_module
 from jdelta._solver.chains import Chains
 from jdelta._solver.director import FREE, SAVE, Director
 from jdelta._solver.filter import Filter
@@ -239,149 +238,7 @@ def test_frontier_holds_every_answer(problem: Problem):
     assert Knapsack().solve(problem) == fitting[-1]
 
 
-def test_frontier_does_not_rise_on_a_model():
-    items = transformer(12)
-    total = sum(item.bytes for item in items)
-    capacities = np.linspace(0.0, total, 301)
-    overheads = [Knapsack().solve(Problem(items, c)).overhead for c in capacities]
-    assert overheads == sorted(overheads, reverse=True)
-    assert len(set(overheads)) > 100
-
-
-# --- Models ----------------------------------------------------------------------------------
-
-FLOPS, MEMORY = 4e14, 2e12  # Rates of an accelerator, per second.
-
-
-class Builder:
-    """Builds items from FLOPs, with traffic of twice the bytes."""
-
-    def __init__(self, link: float = 0.0):
-        self.items: list[Item] = []
-        self.link = link
-
-    def add(self, size: float, flops: float, *sources: int, needed: bool = True) -> int:
-        seconds = flops / FLOPS + 2 * size / MEMORY
-        link = size / self.link if self.link and size > 2**20 else math.inf
-        item = Item(f"v{len(self.items)}", size, seconds, sources, needed, link, link, size)
-        self.items.append(item)
-        return len(self.items) - 1
-
-
-def transformer(layers: int, link: float = 0.0) -> tuple[Item, ...]:
-    """Residuals of a decoder: batch 4, length 1024, width 1600, 25 heads, without dropout."""
-    b, n, d, heads = 4, 1024, 1600, 25
-    unit, product = 2.0 * b * n * d, 2.0 * b * n * d * d
-    scores, attend = 2.0 * b * heads * n * n, 2.0 * b * n * n * d
-    build = Builder(link)
-    x = build.add(unit, 0, needed=False)
-    for _ in range(layers):
-        statistics = build.add(8.0 * b * n, 0, x)
-        h = build.add(unit, 0, x, statistics)
-        qkv = build.add(3 * unit, 3 * product, h)
-        logits = build.add(scores, attend, qkv, needed=False)
-        weights = build.add(scores, 0, logits)
-        context = build.add(unit, attend, weights, qkv)
-        output = build.add(unit, product, context, needed=False)
-        x = build.add(unit, 0, x, output, needed=False)
-        statistics = build.add(8.0 * b * n, 0, x)
-        h = build.add(unit, 0, x, statistics)
-        wide = build.add(4 * unit, 4 * product, h)
-        gelu = build.add(4 * unit, 0, wide)
-        narrow = build.add(unit, 4 * product, gelu, needed=False)
-        x = build.add(unit, 0, x, narrow, needed=False)
-    return tuple(build.items)
-
-
-def resnet(link: float = 0.0) -> tuple[Item, ...]:
-    """Residuals of a ResNet-50 at 224 x 224, batch 64: four stages of different sizes."""
-    build = Builder(link)
-    pixels, x, inputs = 64 * 56.0**2, -1, 64
-    x = build.add(2 * pixels * 64, 2 * 64 * 112.0**2 * 64 * 147)
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        width = 64 * 2**stage
-        for block in range(blocks):
-            h, depth = x, inputs
-            for kernel, channels in ((1, width), (9, width), (1, 4 * width)):
-                if kernel == 9 and block == 0 and stage:
-                    pixels /= 4
-                flops = 2 * pixels * depth * channels * kernel
-                convolved = build.add(2 * pixels * channels, flops, h)
-                statistics = build.add(8.0 * channels, 0, convolved)
-                last = channels == 4 * width
-                h = build.add(2 * pixels * channels, 0, convolved, statistics, needed=not last)
-                depth = channels
-            x = build.add(2 * pixels * 4 * width, 0, x, h)
-            inputs = 4 * width
-    return tuple(build.items)
-
-
-def scattered(count: int) -> tuple[Item, ...]:
-    """Items whose bytes and seconds span three orders of magnitude, in loose chains."""
-    generator = random.Random(count)
-    build = Builder()
-    for k in range(count):
-        near = {k - 1 - int(generator.expovariate(0.5)) for _ in range(generator.randint(0, 2))}
-        sources = tuple(sorted(s for s in near if s >= 0))
-        size, flops = int(2 ** generator.uniform(20, 30)), 10 ** generator.uniform(8, 12.5)
-        build.add(size, flops, *sources, needed=generator.random() < 0.7)
-    return tuple(build.items)
-
-
-def modelled(items: tuple[Item, ...], part: float, hidden: float = 0.0) -> Problem:
-    """A problem with a part of all bytes as capacity, and of all seconds as hidden ones."""
-    seconds = hidden * sum(item.seconds for item in items)
-    total = sum(item.bytes for item in items)
-    return Problem(items, part * total, math.inf, seconds, 2 * seconds)
-
-
-MODELS = {
-    **{f"12 layers {p}": modelled(transformer(12), p) for p in (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)},
-    **{f"24 layers {p}": modelled(transformer(24), p) for p in (0.2, 0.5, 0.7)},
-    **{f"48 layers {p}": modelled(transformer(48), p) for p in (0.3, 0.5, 0.9)},
-    **{f"ResNet {p}": modelled(resnet(), p) for p in (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)},
-    **{f"slow link {p}": modelled(transformer(12, 25e9), p, 1.0) for p in (0.1, 0.2, 0.5)},
-    **{f"fast link {p}": modelled(resnet(2e11), p, 0.05) for p in (0.1, 0.5, 0.7)},
-    **{f"1000 scattered {p}": modelled(scattered(1000), p) for p in (0.2, 0.5)},
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name: str):
-    problem = MODELS[name]
-    exact = Milp(time_limit=10.0, mip_rel_gap=1e-3).solve(problem)
-    heuristic = Knapsack().solve(problem)
-    assert validate(problem, exact) == []
-    assert validate(problem, heuristic) == []
-    assert share(problem, heuristic, exact.overhead) >= 0.99
-
-
-def test_host_capacity_on_a_model():
-    items = transformer(12, 2e11)
-    for part in (0.02, 0.1):
-        problem = modelled(items, 0.3, 0.05)
-        problem = replace(problem, host_capacity=part * sum(item.host_bytes for item in items))
-        exact = Milp(time_limit=10.0, mip_rel_gap=1e-3).solve(problem)
-        heuristic = Knapsack().solve(problem)
-        assert validate(problem, heuristic) == []
-        assert heuristic.host_bytes > 0
-        assert share(problem, heuristic, exact.overhead) >= 0.98
-
-
-def test_offload_lowers_overhead():
-    without, slow = modelled(transformer(12), 0.2), modelled(transformer(12, 25e9), 0.2, 1.0)
-    assert Knapsack().solve(slow).overhead < 0.9 * Knapsack().solve(without).overhead
-
-
 # --- The interface ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("solver", BOTH, ids=lambda s: type(s).__name__)
-def test_deterministic(solver: Solver):
-    problem = modelled(scattered(60), 0.3)
-    first = solver.solve(problem)
-    knapsack_module._frontier.cache_clear()
-    assert solver.solve(problem) == first
 
 
 @pytest.mark.parametrize("solver", BOTH, ids=lambda s: type(s).__name__)
@@ -413,22 +270,26 @@ def test_options_make_a_solver():
     assert len({Knapsack(), Knapsack(rounds=1), Milp(), Milp(), Milp(time_limit=1.0)}) == 4
 
 
-def test_improvement_improves():
-    problem = modelled(resnet(), 0.5)
-    assert Knapsack().solve(problem).overhead < Knapsack(rounds=0).solve(problem).overhead
+def near_ties(seed: int) -> Problem:
+    """Items whose bytes, and sums of bytes, differ by parts in a billion."""
+    generator = random.Random(seed)
+    count = generator.randint(4, 8)
+    fit = generator.randint(1, count - 1)
+    sizes = [1e9 + generator.randint(0, 3) for _ in range(count)]
+    items = plain(*((size, 1 + generator.random()) for size in sizes))
+    return Problem(items, fit * 1e9 + generator.randint(0, fit))
 
 
-def test_milp_stops_at_its_time_limit():
-    problem = modelled(transformer(24), 0.1)
-    solution = Milp(time_limit=0.0).solve(problem)
-    assert solution.outcome is Outcome.TIME_LIMIT
-    assert validate(problem, solution) == []
-
-
-def test_milp_stops_at_its_gap():
-    problem = modelled(transformer(12), 0.3)
-    loose, tight = Milp(mip_rel_gap=0.3).solve(problem), Milp(mip_rel_gap=1e-3).solve(problem)
-    assert tight.overhead * (1 - 1e-3) <= loose.overhead <= tight.overhead / 0.7
+def test_milp_is_never_over_capacity_by_rounding():
+    outcomes: set[Outcome] = set()
+    for seed in range(40):
+        problem = near_ties(seed)
+        solution = EXACT.solve(problem)
+        assert validate(problem, solution) == []
+        if solution.outcome is Outcome.OPTIMAL:
+            assert solution.overhead == pytest.approx(brute(problem), rel=1e-5)
+        outcomes.add(solution.outcome)
+    assert outcomes == {Outcome.OPTIMAL, Outcome.ROUNDED}
 
 
 # --- The parts -------------------------------------------------------------------------------
