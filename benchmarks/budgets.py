@@ -6,7 +6,8 @@ compiles it took, and the floor where the budget is below it. Predicted seconds 
 
     python -m benchmarks.budgets --target tpu:v5e:2x2 --json results.json
 
-A row that is already in the JSON file is not run again, so an interrupted run resumes.
+A row that is already in the JSON file is not run again, so an interrupted run resumes; so
+`--json benchmarks/results/budgets-tpu-v5e.json --markdown` prints the README's table.
 """
 
 import argparse
@@ -104,16 +105,46 @@ def show(rows: list[dict[str, Any]]) -> None:
     Console(width=140).print(table)
 
 
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as the README shows them: sizes in MiB, one line a step and target."""
+    lines = [
+        "| step | target | plain | floor | " + " | ".join(f"{s:.0%}" for s in SHARES) + " |",
+        "|---|---|---|---|" + "---|" * len(SHARES),
+    ]
+    for step, target in dict.fromkeys((r["step"], r["target"]) for r in rows):
+        group = {r["share"]: r for r in rows if (r["step"], r["target"]) == (step, target)}
+        plain = next((r["ceiling"] for r in group.values() if "ceiling" in r), 0)
+        floor = next(iter(group.values()))["floor"]
+        cells = [_cell(group.get(share)) for share in SHARES]
+        head = f"| {step} | {target} | {plain >> 20} | {floor >> 20} | "
+        lines.append(head + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(r: dict[str, Any] | None) -> str:
+    """Compiled peak, its prediction's error and the predicted overhead of one plan."""
+    if r is None:
+        return "not run"
+    if "error" in r:
+        return "below floor"
+    off = r["predicted_peak"] / r["compiled_peak"] - 1
+    return f"{r['compiled_peak'] >> 20} ({off:+.1%}, {r['overhead'] / r['step_seconds']:.1%})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--step", action="append", choices=STEPS, help="default: all")
     parser.add_argument("--target", action="append", help="default: " + ", ".join(TARGETS))
     parser.add_argument("--share", action="append", type=float, help="default: 0.8 0.6 0.5 0.4")
     parser.add_argument("--json", type=Path, help="file to resume from and to write all rows to")
+    parser.add_argument("--markdown", action="store_true", help="print what the file has; run none")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if options.json and options.json.exists():
         rows = json.loads(options.json.read_text())
+    if options.markdown:
+        print(markdown(rows))
+        return
     done = {(r["step"], r["target"], r["share"]) for r in rows}
     todo = [
         (step, target, share)

@@ -1,6 +1,9 @@
 """`jdelta.remat` changes no value, derivative, parameter name or random bit; only names appear."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -466,3 +469,31 @@ def test_a_policy_for_another_model_is_refused():
                 x
             ).sum()
         )(X)
+
+
+PROGRAM = """
+import jax, jdelta, sys
+from benchmarks.models import build
+from jdelta._residual import residuals
+from jdelta._target import resolve
+from jdelta._trace import trace
+case = build("gpt2", small=True, scan=True, remat=jdelta.remat)
+found = trace(case.step, case.state, case.batch)
+names = [r.name for region in found.regions for r in residuals(region, resolve("tpu:v5e"))]
+print(found.fingerprint, *names)
+"""
+
+
+def test_names_are_the_same_in_every_process():
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": "."},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    (names,) = said
+    assert "h/attn/exp" in names
