@@ -57,14 +57,16 @@ class Items:
         """Decisions for all residuals, given those for the items.
 
         What a solver keeps although nothing in the backward pass would read it (given all else
-        that is kept) is dropped: JAX would not keep it either.
+        that is kept) is dropped: JAX would not keep it either. Pins stay as they are.
         """
         free = {item.name: d for item, d in zip(self.problem.items, chosen, strict=True)}
         given = [self.pinned.get(r.name) or free[r.name] for r in self.residuals]
         again = self.whole.recomputed(given)
-        read = {s for r, more in zip(self.residuals, again, strict=True) if more for s in r.sources}
+        kept = set(self.pinned)
+        for r, more in zip(self.residuals, again, strict=True):
+            kept.update(r.sources if more else ())
         return {
-            r.name: d if r.needed or r.name in read else Decision.RECOMPUTE
+            r.name: d if r.needed or r.name in kept else Decision.RECOMPUTE
             for r, d in zip(self.residuals, given, strict=True)
         }
 

@@ -36,19 +36,19 @@ class Chains:
                 for source in self.sources[index]:
                     self.uses[source] += 1
 
-    def seconds(self, *indices: int, limit: float = math.inf) -> float:
-        """Seconds of recompute that toggling items, all kept or all dropped, changes.
+    def seconds(self, index: int, limit: float = math.inf) -> float:
+        """Seconds of recompute that toggling an item takes or spares.
 
         Args:
-            indices: The items.
+            index: The item.
             limit: Seconds beyond which the price of dropping is not followed further: chains can
                 be as long as the model is deep, and a high price is a high price.
         """
-        return sum(self.items[index].seconds for index in self._chain(indices, limit))
+        return sum(self.items[link].seconds for link in self._chain(index, limit))
 
     def toggle(self, index: int) -> set[int]:
         """Keep or drop an item, and tell whose price may have changed."""
-        chain = self._chain((index,), math.inf)
+        chain = self._chain(index, math.inf)
         step = 1 if self.kept[index] else -1
         self.kept[index] = not self.kept[index]
         for link in chain:
@@ -56,18 +56,15 @@ class Chains:
                 self.uses[source] += step
         return self._touched(index, chain)
 
-    def _chain(self, indices: Sequence[int], limit: float) -> list[int]:
-        """The items whose recompute begins or ends when these are toggled."""
-        chain = [index for index in indices if self.uses[index]]
-        if chain and self.kept[chain[0]]:
-            self._join(chain, limit)
-        else:
-            self._leave(chain)
-        return chain
+    def _chain(self, index: int, limit: float) -> list[int]:
+        """The items whose recompute begins or ends when one is toggled."""
+        if not self.uses[index]:
+            return []
+        return self._joining(index, limit) if self.kept[index] else self._leaving(index)
 
-    def _join(self, chain: list[int], limit: float) -> None:
-        """Extend by the sources that come into use."""
-        found = set(chain)
+    def _joining(self, index: int, limit: float) -> list[int]:
+        """A kept item, and the sources that come into use when it is dropped."""
+        chain, found = [index], {index}
         for link in chain:
             limit -= self.items[link].seconds
             if limit < 0:
@@ -76,18 +73,18 @@ class Chains:
                 if not (self.kept[source] or self.uses[source] or source in found):
                     found.add(source)
                     chain.append(source)
+        return chain
 
-    def _leave(self, chain: list[int]) -> None:
-        """Extend by the sources that lose their last reader."""
-        found = set(chain)
+    def _leaving(self, index: int) -> list[int]:
+        """A dropped item, and the sources that lose their last reader when it is kept."""
+        chain = [index]
         lost: dict[int, int] = {}
         for link in chain:
             for source in self.sources[link]:
                 lost[source] = lost.get(source, 0) + 1
-                last = lost[source] == self.uses[source]
-                if last and not self.kept[source] and source not in found:
-                    found.add(source)
+                if lost[source] == self.uses[source] and not self.kept[source]:
                     chain.append(source)
+        return chain
 
     def _touched(self, index: int, chain: Sequence[int]) -> set[int]:
         """Items whose chain runs through a change: sources, and what is computed from the change.

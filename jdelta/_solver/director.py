@@ -40,24 +40,25 @@ class Director:
             movable, key=lambda i: (items[i].seconds_out + items[i].seconds_in) / items[i].bytes
         )
 
-    def direct(self, wishes: Codes) -> tuple[Codes, Numbers, Numbers]:
+    def direct(self, wishes: Codes, prices: Numbers) -> tuple[Codes, Numbers, Numbers]:
         """Turn wishes into decisions that obey the host capacity, and price them.
 
-        What the host has no room for is saved instead; then saved items are offloaded for as long
-        as hidden seconds and host bytes last, since that frees device memory for nothing.
+        What the host has no room for is saved instead. Then saved items are offloaded, for as long
+        as the host has room, where their bytes are worth the seconds that are not hidden.
 
         Args:
             wishes: Codes, of shape (states, items).
+            prices: What a byte is worth in each state, in seconds; at 0 no second is exposed.
 
         Returns:
             Decisions, in the same shape; saved bytes and overhead seconds of each state.
         """
         codes = np.array(wishes.T, order="C")
-        exposed = self._transfer(codes)
+        exposed = self._transfer(codes, prices * (1 - 1e-9))  # At equal cost a wish is a wish.
         kept, again = self._recompute(codes)
         return np.ascontiguousarray(codes.T), kept, again + exposed
 
-    def _transfer(self, codes: Codes) -> Numbers:
+    def _transfer(self, codes: Codes, prices: Numbers) -> Numbers:
         """Decide in place what crosses the link; the seconds of it that are exposed."""
         states = codes.shape[1]
         out = np.full(states, -float(self.problem.hidden_out))
@@ -71,8 +72,8 @@ class Director:
             _move(taken, (out, item.seconds_out), (into, item.seconds_in), (host, -item.host_bytes))
         for index in self.order:
             item, row = self.problem.items[index], codes[index]
-            hidden = (out + item.seconds_out <= 0) & (into + item.seconds_in <= 0)
-            taken = hidden & (row == SAVE) & (host >= item.host_bytes)
+            late = _late(out, item.seconds_out) + _late(into, item.seconds_in)
+            taken = (late <= prices * item.bytes) & (row == SAVE) & (host >= item.host_bytes)
             row[taken] = OFFLOAD
             _move(taken, (out, item.seconds_out), (into, item.seconds_in), (host, -item.host_bytes))
         return np.maximum(out, 0.0) + np.maximum(into, 0.0)
@@ -91,6 +92,11 @@ class Director:
             seconds += again * item.seconds
             kept += (codes[index] == SAVE) * item.bytes
         return kept, seconds
+
+
+def _late(total: Numbers, seconds: float) -> Numbers:
+    """How many more seconds one more transfer exposes."""
+    return np.maximum(total + seconds, 0.0) - np.maximum(total, 0.0)
 
 
 def _move(taken: npt.NDArray[np.bool_], *amounts: tuple[Numbers, float]) -> None:

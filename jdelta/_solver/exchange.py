@@ -13,25 +13,22 @@ from jdelta._solver.frontier import Frontier, Gap, descending
 _CORE, _COPIES, _SUMS, _BEST = 24, 4, 512, 128
 """Moves combined; how many of them may be equal; combinations kept; states proposed."""
 
-_HUB = 8
-"""Consumers of an item that may be moved together."""
-
 
 class _Move(NamedTuple):
-    """A change of some items to one decision, and roughly what it does.
+    """A change of one item to another decision, and roughly what it does.
 
     Attributes:
-        rank: Seconds it loses per byte of its items, net of what kept bytes are worth.
+        rank: Seconds it loses per byte of the item, net of what kept bytes are worth.
         kept: Device bytes it adds.
         seconds: Seconds it adds.
-        items: Indices of the items.
-        code: Their new decision.
+        item: Index of the item.
+        code: Its new decision.
     """
 
     rank: float
     kept: float
     seconds: float
-    items: tuple[int, ...]
+    item: int
     code: int
 
 
@@ -54,11 +51,6 @@ class Exchange:
         self.movable = np.array([item.offloadable for item in items], dtype=bool)
         self.out = np.array([item.seconds_out if item.offloadable else 0.0 for item in items])
         self.into = np.array([item.seconds_in if item.offloadable else 0.0 for item in items])
-        self.hubs = [
-            index
-            for index, consumers in enumerate(chains.consumers)
-            if not items[index].needed and 2 <= len(consumers) <= _HUB
-        ]
 
     def propose(self, frontier: Frontier, gap: Gap) -> list[Codes]:
         """States that probably beat the frontier.
@@ -85,7 +77,7 @@ class Exchange:
         self.chains.start((codes != RECOMPUTE).tolist())
         core: list[_Move] = []
         copies: dict[tuple[str, str], int] = {}
-        for move in sorted([*self._single(codes, price, slack), *self._joint(codes, price, slack)]):
+        for move in sorted(self._moves(codes, price, slack)):
             kind = (f"{move.kept:.6g}", f"{move.seconds:.6g}")
             copies[kind] = copies.get(kind, 0) + 1
             if copies[kind] <= _COPIES:
@@ -94,8 +86,8 @@ class Exchange:
                 break
         return core
 
-    def _single(self, codes: Codes, price: float, slack: float) -> list[_Move]:
-        """Moves of one item to another decision."""
+    def _moves(self, codes: Codes, price: float, slack: float) -> list[_Move]:
+        """All moves that lose no more than the slack."""
         limits = (slack + price * self.bytes).tolist()
         chain = np.array([self.chains.seconds(i, limit=limit) for i, limit in enumerate(limits)])
         enter, leave = self._exposure(codes)
@@ -114,30 +106,8 @@ class Exchange:
             for index in np.flatnonzero(useful & allowed & (codes != code) & (lost <= slack)):
                 i = int(index)
                 rank = float(lost[i] / self.bytes[i])
-                moves.append(_Move(rank, float(kept[i]), float(seconds[i]), (i,), code))
+                moves.append(_Move(rank, float(kept[i]), float(seconds[i]), i, code))
         return moves
-
-    def _joint(self, codes: Codes, price: float, slack: float) -> list[_Move]:
-        """Moves of all items that need a dropped one: together they spare it, or bring it back."""
-        moves: list[_Move] = []
-        for hub in self.hubs:
-            if codes[hub] == RECOMPUTE:
-                dropped = self.chains.uses[hub] > 0
-                family = [c for c in self.chains.consumers[hub] if self._ready(c, codes, dropped)]
-                size = float(self.bytes[family].sum())
-                cost = self.chains.seconds(*family, limit=slack + price * size)
-                code = SAVE if dropped else RECOMPUTE
-                kept, seconds = (size, -cost) if dropped else (-size, cost)
-                lost = seconds + price * kept
-                if len(family) > 1 and lost <= slack:
-                    moves.append(_Move(lost / size, kept, seconds, tuple(family), code))
-        return moves
-
-    def _ready(self, index: int, codes: Codes, dropped: bool) -> bool:
-        """Whether an item can join a move of dropped, or of kept, items."""
-        if dropped:
-            return codes[index] == RECOMPUTE and self.chains.uses[index] > 0
-        return codes[index] != RECOMPUTE and self.bytes[index] > 0
 
     def _room(self, codes: Codes) -> npt.NDArray[np.bool_]:
         """Which items may be offloaded, and find room on the host."""
@@ -177,5 +147,5 @@ def _applied(codes: Codes, core: list[_Move], pattern: int) -> Codes:
     changed = codes.copy()
     for bit, move in enumerate(core):
         if pattern >> bit & 1:
-            changed[list(move.items)] = move.code
+            changed[move.item] = move.code
     return changed

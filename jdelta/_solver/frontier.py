@@ -1,5 +1,6 @@
 """The states that no other state beats in both kept bytes and overhead."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,11 +54,17 @@ class Frontier:
         self.tried: npt.NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self.hull: tuple[Numbers, Numbers] = self.kept, self.overhead
 
-    def add(self, wishes: list[Codes]) -> None:
-        """Add states, and drop those that are beaten."""
+    def add(self, wishes: Sequence[Codes], prices: Sequence[float] = ()) -> None:
+        """Add states, and drop those that are beaten.
+
+        Args:
+            wishes: Codes of each state, for the director.
+            prices: What a byte is worth in each state, in seconds; by default nothing.
+        """
         if not wishes:
             return
-        codes, kept, overhead = self.director.direct(np.array(wishes))
+        worth = np.array(prices or [0.0] * len(wishes))
+        codes, kept, overhead = self.director.direct(np.array(wishes), worth)
         codes = np.concatenate([self.codes, codes])
         kept, overhead = np.append(self.kept, kept), np.append(self.overhead, overhead)
         tried = np.append(self.tried, np.zeros(len(wishes), dtype=bool))

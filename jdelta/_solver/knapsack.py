@@ -98,17 +98,18 @@ def _frontier(problem: Problem, prices: int, rounds: int) -> Frontier:
     chains = Chains(problem.items)
     frontier = Frontier(Director(problem), _STEP * sum(item.seconds for item in problem.items))
     frontier.add(_single_items(chains))
-    charges = _charges(problem)
+    exposed, never = _transfer(problem), np.full(len(problem.items), math.inf)
     free = np.full(len(problem.items), FREE, dtype=np.int8)
-    for transfer in charges:
-        frontier.add(_releases(chains, transfer, free, prices))
+    frontier.add(*_releases(chains, never, free, prices))
+    if np.isfinite(exposed).any():
+        frontier.add(_releases(chains, exposed, free, prices)[0])
     exchange = Exchange(problem, chains)
     for _ in range(rounds):
         gaps = frontier.gaps(_GAPS, _MISSING)
         wishes = [wish for gap in gaps for wish in exchange.propose(frontier, gap)]
         if gaps and gaps[0].share > _WIDE:
             for fixed in frontier.sides(gaps[0]):
-                wishes += _releases(chains, charges[0], fixed, prices)
+                wishes += _releases(chains, exposed, fixed, prices)[0]
         frontier.tried[[gap.state for gap in gaps]] = True
         frontier.add(wishes)
     return frontier
@@ -130,35 +131,21 @@ def _single_items(chains: Chains) -> list[Codes]:
     return states
 
 
-def _charges(problem: Problem) -> list[Numbers]:
-    """Ways of charging transfers: exposed seconds of offloading each item, ``inf`` for never.
-
-    Hidden seconds come free, from the director. Once one direction of the link has run out of
-    them its seconds count; once both have, those of both. Where host bytes run out instead, none
-    of this says so, and the director has to offload what it can.
-    """
-    items = problem.items
-    never = np.full(len(items), math.inf)
-    movable = [index for index, item in enumerate(items) if item.offloadable]
-    if not movable:
-        return [never]
-    out, into = never.copy(), never.copy()
-    out[movable] = [items[index].seconds_out for index in movable]
-    into[movable] = [items[index].seconds_in for index in movable]
-    charges = [out + into]
-    if problem.hidden_out > 0 or problem.hidden_in > 0:
-        all_out, all_in = float(out[movable].sum()), float(into[movable].sum())
-        out_first = problem.hidden_out * all_in < problem.hidden_in * all_out
-        charges.append(out if out_first else into)
-    if problem.host_capacity < sum(items[index].host_bytes for index in movable):
-        charges.append(never)
-    return charges
+def _transfer(problem: Problem) -> Numbers:
+    """Seconds of offloading each item when none are hidden; ``inf`` where it may not be."""
+    seconds = [item.seconds_out + item.seconds_in for item in problem.items]
+    return np.where([item.offloadable for item in problem.items], seconds, math.inf)
 
 
-def _releases(chains: Chains, transfer: Numbers, fixed: Codes, prices: int) -> list[Codes]:
-    """States at the filter's prices, and on the way from each to the next."""
-    corners = Filter(chains.items, transfer, fixed).corners(prices)
-    states = [corners[-1].codes]
+def _releases(
+    chains: Chains, transfer: Numbers, fixed: Codes, count: int
+) -> tuple[list[Codes], list[float]]:
+    """States at the filter's prices and on the way from each to the next, and their prices."""
+    corners = Filter(chains.items, transfer, fixed).corners(count)
+    states, prices = [corners[-1].codes], [0.0]
     for low, high in itertools.pairwise(corners):
-        states += Release(chains, transfer, high, low).states()
-    return states
+        release = Release(chains, transfer, high, low)
+        found = release.states()
+        states += found
+        prices += [release.price] * len(found)
+    return states, prices
