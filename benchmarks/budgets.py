@@ -12,6 +12,7 @@ A row that is already in the JSON file is not run again, so an interrupted run r
 
 import argparse
 import json
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,15 @@ def row(step: str, target: str, share: float) -> dict[str, Any]:
             "kept": kept,
             "residuals": len(plan.decisions),
         }
-    record |= {"seconds": time.perf_counter() - start, "jax": jax.__version__}
+    record |= {"seconds": time.perf_counter() - start, "jax": jax.__version__, "commit": _commit()}
     return record
+
+
+def _commit() -> str:
+    """The revision of jdelta that makes a row; `+` marks changes that are not committed."""
+    command = ["git", "describe", "--always", "--dirty=+"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def show(rows: list[dict[str, Any]]) -> None:
