@@ -3,88 +3,37 @@
 import itertools
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from solver_problems import (
+    AMOUNTS,
+    CHAIN,
+    CUT,
+    MANY,
+    RECOMPUTE_,
+    SAVE_,
+    brute,
+    movable,
+    nothing,
+    plain,
+    problems,
+    share,
+)
 
-from jdelta._decision import Decision
 from jdelta._problem import Item, Problem
-from jdelta._solution import Outcome, Solution
+from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
-from jdelta._solver.chains import Chains
-from jdelta._solver.director import DECISIONS, FREE, OFFLOAD, SAVE, Director
-from jdelta._solver.filter import Filter
 from jdelta._validate import validate
 
-SAVE_, OFFLOAD_, RECOMPUTE_ = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
 EXACT = Milp(mip_rel_gap=0.0)
 BOTH = [Knapsack(), EXACT]
-MANY = settings(max_examples=100, deadline=None, derandomize=True)
-
-
-def nothing(problem: Problem) -> float:
-    """Overhead of keeping nothing."""
-    return problem.overhead([RECOMPUTE_] * len(problem.items))
-
-
-def share(problem: Problem, solution: Solution, best: float) -> float:
-    """Value of a solution, as part of the value of the best overhead."""
-    value = nothing(problem) - best
-    return (nothing(problem) - solution.overhead) / value if value > 0 else 1.0
-
-
-def states(problem: Problem) -> Iterator[tuple[Decision, ...]]:
-    """All decisions that offload only what may be."""
-    always = (SAVE_, RECOMPUTE_)
-    return itertools.product(*(Decision if i.offloadable else always for i in problem.items))
-
-
-def held(problem: Problem, decisions: tuple[Decision, ...]) -> tuple[float, float]:
-    """Bytes on the device and on the host."""
-    pairs = list(zip(problem.items, decisions, strict=True))
-    device = math.fsum(item.bytes for item, d in pairs if d is SAVE_)
-    return device, math.fsum(item.host_bytes for item, d in pairs if d is OFFLOAD_)
-
-
-def brute(problem: Problem) -> float:
-    """The least overhead of all that fits."""
-    best = math.inf
-    for decisions in states(problem):
-        device, host = held(problem, decisions)
-        if device <= problem.capacity and host <= problem.host_capacity:
-            best = min(best, problem.overhead(decisions))
-    return best
 
 
 # --- Small cases by hand ---------------------------------------------------------------------
 
-
-def plain(*pairs: tuple[float, float]) -> tuple[Item, ...]:
-    """Items of (bytes, seconds) that have nothing to do with each other."""
-    return tuple(Item(f"x{k}", size, seconds) for k, (size, seconds) in enumerate(pairs))
-
-
-def movable(*triples: tuple[float, float, float]) -> tuple[Item, ...]:
-    """Items of (bytes, seconds, seconds of transfer in each direction)."""
-    return tuple(
-        Item(f"x{k}", size, seconds, (), True, link, link, size)
-        for k, (size, seconds, link) in enumerate(triples)
-    )
-
-
-CHAIN = (
-    Item("root", 8.0, 5.0, (), needed=False),
-    Item("left", 1.0, 1.0, (0,)),
-    Item("right", 1.0, 1.0, (0,)),
-)
-CUT = (
-    Item("cut", 1.0, 9.0, (), needed=False),
-    *(Item(f"leaf{k}", 4.0, 0.5, (0,)) for k in range(3)),
-)
 
 TABLE = {
     "empty": (Problem((), 1.0), 0.0),
@@ -101,6 +50,10 @@ TABLE = {
     "just too small": (Problem(plain((2.0**30, 1), (2.0**30, 1)), 2.0**31 - 1), 1.0),
     "sum of fractions": (Problem(plain((0.1, 1), (0.2, 1), (0.3, 1)), 0.1 + 0.2 + 0.3), 0.0),
     "large item blocks small ones": (Problem(plain((90, 99), *[(1, 1)] * 60), 60.0), 99.0),
+    "large item displaces small ones": (
+        Problem(plain((100, 100), *[(1, 1.1)] * 60, *[(1, 0.1)] * 60), 130.0),
+        39.0,
+    ),
     "chain dropped as a whole": (Problem(CHAIN, 1.0), 6.0),
     "siblings spare their source": (Problem(CHAIN, 2.0), 0.0),
     "cut point that is not needed": (Problem(CUT, 1.0), 1.5),
@@ -125,6 +78,14 @@ def test_table(case: str, solver: Solver):
     assert validate(problem, solution) == []
 
 
+def test_recompute_or_offload_whichever_is_cheaper():
+    dear_to_drop = movable(*[(4, 10 + k / 9, 1) for k in range(30)])
+    dearer = tuple(Item(f"y{k}", 4.0, 16 + k / 9) for k in range(30))
+    problem = Problem(dear_to_drop + dearer, 40.0)
+    solution = Knapsack(rounds=0).solve(problem)
+    assert solution.overhead == pytest.approx(60 + sum(16 + k / 9 for k in range(20)))
+
+
 def test_decisions_by_hand():
     solution = EXACT.solve(Problem(CUT, 1.0))
     assert solution.decisions == (SAVE_, RECOMPUTE_, RECOMPUTE_, RECOMPUTE_)
@@ -132,38 +93,6 @@ def test_decisions_by_hand():
 
 
 # --- Small cases by brute force --------------------------------------------------------------
-
-AMOUNTS = st.one_of(
-    st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0]),
-    st.floats(0.0, 9.0).map(lambda x: round(x, 3)),
-)
-
-
-@st.composite
-def problems(draw: st.DrawFn, most: int = 7, link: bool = True) -> Problem:
-    items: list[Item] = []
-    for index in range(draw(st.integers(1, most))):
-        sources = draw(st.sets(st.integers(0, index - 1), max_size=2)) if index else set()
-        size = draw(AMOUNTS)
-        out, into = (
-            draw(st.tuples(AMOUNTS, AMOUNTS))
-            if link and draw(st.booleans())
-            else (
-                math.inf,
-                math.inf,
-            )
-        )
-        sources = tuple(sorted(sources))
-        needed = draw(st.integers(0, 3)) > 0
-        items.append(Item(f"x{index}", size, draw(AMOUNTS), sources, needed, out, into, size))
-    total = sum(item.bytes for item in items)
-    return Problem(
-        tuple(items),
-        capacity=total * draw(st.sampled_from([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])),
-        host_capacity=draw(st.sampled_from([math.inf, total / 2, total / 5])),
-        hidden_out=draw(st.sampled_from([0.0, 1.5, 4.0])),
-        hidden_in=draw(st.sampled_from([0.0, 1.5, 4.0])),
-    )
 
 
 @MANY
@@ -295,114 +224,3 @@ def test_milp_is_never_over_capacity_by_rounding():
             assert solution.overhead == pytest.approx(brute(problem), rel=1e-5)
         outcomes.add(solution.outcome)
     assert outcomes == {Outcome.OPTIMAL, Outcome.ROUNDED}
-
-
-# --- The parts -------------------------------------------------------------------------------
-
-
-@MANY
-@given(problems(most=9, link=False), st.data())
-def test_chains_price_what_the_problem_does(problem: Problem, data: st.DataObject):
-    size = len(problem.items)
-    chains = Chains(problem.items)
-    kept = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
-    chains.start(kept)
-
-    def overhead() -> float:
-        return problem.overhead([SAVE_ if k else RECOMPUTE_ for k in kept])
-
-    for index in data.draw(st.lists(st.integers(0, size - 1), max_size=12)):
-        before, price = overhead(), chains.seconds(index)
-        chains.toggle(index)
-        kept[index] = not kept[index]
-        assert abs(overhead() - before) == pytest.approx(price, abs=1e-9)
-        assert chains.kept == kept
-
-
-def test_chains_price_siblings():
-    chains = Chains(CHAIN)
-    assert (chains.seconds(0), chains.seconds(1)) == (5.0, 1.0)
-    assert 2 in chains.toggle(1)
-    assert chains.seconds(2) == 6.0
-    assert 1 in chains.toggle(2)
-    assert (chains.seconds(0), chains.seconds(1)) == (0.0, 6.0)
-    assert chains.seconds(1, limit=0.5) < 6.0
-
-
-@MANY
-@given(problems(most=9, link=False), st.data())
-def test_chains_tell_whose_price_changed(problem: Problem, data: st.DataObject):
-    size = len(problem.items)
-    chains = Chains(problem.items)
-    assume(all(len(consumers) <= 2 for consumers in chains.consumers))
-    chains.start(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
-    before = [chains.seconds(index) for index in range(size)]
-    toggled = data.draw(st.integers(0, size - 1))
-    touched = chains.toggle(toggled) | {toggled}
-    after = [chains.seconds(index) for index in range(size)]
-    assert {index for index in range(size) if before[index] != after[index]} <= touched
-
-
-@MANY
-@given(problems(most=7, link=False))
-def test_filter_finds_the_hull(problem: Problem):
-    size = len(problem.items)
-    free = np.full(size, FREE, dtype=np.int8)
-    corners = Filter(problem.items, np.full(size, math.inf), free).corners(1000)
-    kept, seconds = [c.kept for c in corners], [c.seconds for c in corners]
-    for corner in corners:
-        decisions = [SAVE_ if code == SAVE else RECOMPUTE_ for code in corner.codes]
-        assert problem.overhead(decisions) == pytest.approx(corner.seconds, abs=1e-9)
-    for decisions in states(problem):
-        device, _ = held(problem, decisions)
-        assert problem.overhead(decisions) >= np.interp(device, kept, seconds) - 1e-6
-
-
-def test_filter_leaves_fixed_items_alone():
-    items = plain((4, 1), (4, 9), (4, 9))
-    fixed = np.array([SAVE, 0, FREE], dtype=np.int8)
-    corners = Filter(items, np.full(3, math.inf), fixed).corners(9)
-    assert [c.codes.tolist() for c in corners] == [[SAVE, 0, 0], [SAVE, 0, SAVE]]
-
-
-def test_filter_finds_both_ends_of_a_tie():
-    items = plain((1, 3), (1, 2), (1, 1))
-    free = np.full(3, FREE, dtype=np.int8)
-    corners = Filter(items, np.full(3, math.inf), free).corners(1)
-    assert [corner.kept for corner in corners] == [0.0, 1.0, 2.0, 3.0]
-
-
-def directed(problem: Problem, wish: list[int], price: float = 0.0) -> tuple[list[int], float]:
-    """Codes and overhead that the director makes of one wish."""
-    wishes = np.array([wish], dtype=np.int8)
-    codes, kept, overhead = Director(problem).direct(wishes, np.array([price]))
-    decisions = [DECISIONS[code] for code in codes[0]]
-    assert overhead[0] == pytest.approx(problem.overhead(decisions))
-    assert kept[0] == held(problem, tuple(decisions))[0]
-    return codes[0].tolist(), float(overhead[0])
-
-
-def test_director():
-    items = movable((4, 9, 2), (4, 9, 1), (4, 9, 1))
-    hidden = Problem(items, 0.0, math.inf, 2.0, 2.0)
-    assert directed(hidden, [SAVE] * 3) == ([SAVE, OFFLOAD, OFFLOAD], 0.0)
-    assert directed(hidden, [OFFLOAD] * 3) == ([OFFLOAD] * 3, 4.0)
-    assert directed(hidden, [SAVE] * 3, price=1.1) == ([OFFLOAD] * 3, 4.0)
-    assert directed(hidden, [SAVE] * 3, price=0.9) == ([SAVE, OFFLOAD, OFFLOAD], 0.0)
-    host = Problem(items, 0.0, 8.0)
-    assert directed(host, [OFFLOAD] * 3) == ([SAVE, OFFLOAD, OFFLOAD], 4.0)
-    assert directed(host, [SAVE] * 3, price=9.0) == ([SAVE, OFFLOAD, OFFLOAD], 4.0)
-
-
-# --- The checker -----------------------------------------------------------------------------
-
-
-@MANY
-@given(problems(), st.data())
-def test_validate_agrees_on_figures(problem: Problem, data: st.DataObject):
-    problem = replace(problem, capacity=math.inf, host_capacity=math.inf)
-    decisions = [
-        data.draw(st.sampled_from(list(Decision) if item.offloadable else [SAVE_, RECOMPUTE_]))
-        for item in problem.items
-    ]
-    assert validate(problem, Solution.of(problem, decisions, Outcome.HEURISTIC)) == []

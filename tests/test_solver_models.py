@@ -137,6 +137,15 @@ def test_host_capacity_with_a_quick_link(part: float, host: float):
     assert share(problem, heuristic.overhead, exact.overhead) >= 0.99
 
 
+def test_one_large_item_among_many():
+    tokens, width, words = 4 * 1024, 1600, 50257
+    body = transformer(12)
+    logits = Item("logits", 2.0 * tokens * words, 2.0 * tokens * width * words / FLOPS, (167,))
+    problem = modelled((*body, logits), 0.2)
+    exact = Milp(time_limit=3.0, mip_rel_gap=1e-3).solve(problem)
+    assert share(problem, Knapsack().solve(problem).overhead, exact.overhead) >= 0.995
+
+
 def test_offload_lowers_overhead():
     without, slow = modelled(transformer(12), 0.2), modelled(transformer(12, 25e9), 0.2, 1.0)
     assert Knapsack().solve(slow).overhead < 0.9 * Knapsack().solve(without).overhead

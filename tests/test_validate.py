@@ -1,8 +1,12 @@
 """The checker finds each fault by itself."""
 
+import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from solver_problems import MANY, RECOMPUTE_, SAVE_, problems
 
 from jdelta._decision import Decision
 from jdelta._problem import Item, Problem
@@ -30,3 +34,14 @@ RIGHT = Solution((OFFLOAD, SAVE), 2.0, 2.0, 4.0, Outcome.OPTIMAL)
 def test_validate_finds(problem: Problem, solution: Solution, fault: str):
     assert validate(GOOD, RIGHT) == []
     assert any(fault in found for found in validate(problem, solution))
+
+
+@MANY
+@given(problems(), st.data())
+def test_validate_agrees_on_figures(problem: Problem, data: st.DataObject):
+    problem = replace(problem, capacity=math.inf, host_capacity=math.inf)
+    decisions = [
+        data.draw(st.sampled_from(list(Decision) if item.offloadable else [SAVE_, RECOMPUTE_]))
+        for item in problem.items
+    ]
+    assert validate(problem, Solution.of(problem, decisions, Outcome.HEURISTIC)) == []

@@ -23,9 +23,10 @@ FREE = -1
 class Director:
     """Completes and prices many states at once, one row of codes each.
 
-    DELTA (arXiv 2203.15980; its rule as read in ``director``: recompute when the transfer takes
-    longer) looks at one item at a time. Here the link's hidden seconds in each direction, which
-    transfers share, are given away first to what frees most bytes for each second on the link.
+    DELTA's director (arXiv 2203.15980) looks at one item at a time: recompute it when its transfer
+    takes longer, offload it otherwise. Transfers share the seconds that compute hides, though, in
+    each direction. Here these go first to the items that free most bytes for each second on the
+    link.
 
     Args:
         problem: Its items, host capacity (bytes) and hidden seconds; the capacity is not looked at.
