@@ -85,7 +85,7 @@ def operation_seconds(
     Args:
         graph: The program the operation is part of.
         op: The operation.
-        roots: For each value the buffers it is read from, as in ``Timeline.roots``.
+        roots: For each value the buffers it is read from, as ``storage`` gives them.
         rates: Rates of the target.
         platform: Platform of the target.
     """

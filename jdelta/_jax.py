@@ -64,11 +64,6 @@ def is_var(atom: Atom) -> bool:
     return not isinstance(atom, (core.Literal, core.DropVar))
 
 
-def is_literal(atom: Atom) -> bool:
-    """Whether an atom is a literal."""
-    return isinstance(atom, core.Literal)
-
-
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
     """The jaxpr with its constants as variables."""
     return getattr(jaxpr, "jaxpr", jaxpr)

@@ -21,13 +21,11 @@ class Timeline:
     Attributes:
         live: Bytes alive while each operation runs, those of its own body included.
         graph: The program.
-        roots: For each value the values whose buffers hold what it is read from.
         last: For each buffer the index of the last operation that reads it.
     """
 
     live: tuple[int, ...]
     graph: Graph
-    roots: tuple[frozenset[int], ...]
     last: dict[int, int]
 
     @property
@@ -78,7 +76,7 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
         inside = timeline(op.body, compiler).peak if op.body else compiler.workspace(graph, op)
         live.append(now + new - shared + inside)
         now += new - sum(sizes[v] for v in ends[index])
-    return Timeline(tuple(live), graph, tuple(roots), last)
+    return Timeline(tuple(live), graph, last)
 
 
 def _sizes(graph: Graph, compiler: Compiler) -> list[int]:
