@@ -1,5 +1,4 @@
 import dataclasses
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -11,19 +10,13 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import needs_cuda
 
 from jdelta import _cache, _measure
 from jdelta._measure import Measurement, measure, needed_bytes
 from jdelta._target import Target, resolve
 
 MIB = 2**20
-needs_cuda = pytest.mark.skipif(
-    not any(
-        plugin.name.startswith("xla_cuda")
-        for plugin in importlib.metadata.entry_points(group="jax_plugins")
-    ),
-    reason="JAX's CUDA plug-in is not installed",
-)
 
 
 @pytest.fixture(autouse=True)

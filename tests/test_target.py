@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_cuda
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdelta import _rates, _target
@@ -24,13 +25,6 @@ RATES = Rates(
     bandwidth=8.0,
     device_to_host=0.5,
     host_to_device=0.25,
-)
-needs_cuda = pytest.mark.skipif(
-    not any(
-        plugin.name.startswith("xla_cuda")
-        for plugin in importlib.metadata.entry_points(group="jax_plugins")
-    ),
-    reason="JAX's CUDA plug-in is not installed",
 )
 
 

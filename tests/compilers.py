@@ -1,0 +1,13 @@
+"""Which compilers are installed, for the tests that need one."""
+
+import importlib.metadata
+
+import pytest
+
+needs_cuda = pytest.mark.skipif(
+    not any(
+        plugin.name.startswith("xla_cuda")
+        for plugin in importlib.metadata.entry_points(group="jax_plugins")
+    ),
+    reason="JAX's CUDA plug-in is not installed",
+)
