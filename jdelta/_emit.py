@@ -17,6 +17,7 @@ from jdelta._peak import Timeline, timeline
 from jdelta._policy import Policy
 from jdelta._region import Session
 from jdelta._target import Target
+from jdelta._timing import TIMED, timed
 from jdelta._trace import walk
 
 
@@ -66,16 +67,41 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         with _jax.session_context(Session(policy, step.aliases)):
             return step.fun(*args)
 
+    platform = step.target.platform
     traced = jax.jit(planned, donate_argnums=step.donate).trace(*step.args)
     graph = graph_of(traced.jaxpr)
     if policy is not None:
         _check_names(policy, {str(op.name) for op, _, _ in walk(graph) if op.name})
-    platform = step.target.platform
+        if policy.offloaded and platform in TIMED:
+            traced = _timed(step, traced)
+            graph = graph_of(traced.jaxpr)
 
     def lower() -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=(platform,))
 
     return Emission(policy, timeline(graph, Compiler(platform)), lower)
+
+
+def _timed(step: Step, traced: jax.stages.Traced) -> jax.stages.Traced:
+    """The same step with its transfers timed."""
+    run = timed(traced.jaxpr, step.target.rates, step.target.platform)
+    results = jax.tree.structure(traced.out_info)
+
+    @functools.wraps(step.fun)
+    def planned(*args: Any) -> Any:
+        return jax.tree.unflatten(results, run(*jax.tree.leaves(args)))
+
+    return jax.jit(planned, donate_argnums=step.donate).trace(*step.args)
+
+
+def compiler_options(target: Target, policy: Policy | None, budget: int) -> dict[str, str]:
+    """Options of XLA for one program: they tell its scheduler the budget where that helps.
+
+    TPU: without a limit the scheduler takes offload back while there is memory left.
+    """
+    if policy is None or not policy.offloaded or target.platform != "tpu":
+        return {}
+    return {"xla_tpu_user_reserved_hbm_bytes": str(max(0, target.memory - budget))}
 
 
 def _check_names(policy: Policy, found: set[str]) -> None:

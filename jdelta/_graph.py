@@ -23,6 +23,9 @@ from jdelta._naming import scope_path
 BARRIER = "optimization_barrier"
 """Reads values and hands them on as they are, hidden from optimisation across it."""
 
+TRANSFER = "transfer"
+"""Copies a value between device and host memory."""
+
 _WRAPPERS = _jax.CALLS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
@@ -33,7 +36,7 @@ class Value:
     Attributes:
         shape: Its shape, unsharded.
         dtype: Name of its dtype; ``key<…>`` for PRNG keys.
-        bytes: Bytes on one device, without padding.
+        bytes: Bytes on one device, without padding; zero for values in host memory.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +49,7 @@ class Operation:
     """One equation.
 
     Attributes:
-        primitive: Name of the JAX primitive.
+        primitive: Name of the JAX primitive; ``TRANSFER`` for copies from and to the host.
         inputs: Indices into ``Graph.values``; literals are left out, but for those of a ``scan``.
         outputs: Indices into ``Graph.values``.
         params: Parameters of the equation.
@@ -98,7 +101,8 @@ def value_of(aval: Any, shard: Callable[[Any], Sequence[int]] | None = None) -> 
     if dtype is None:
         return Value((), "token", 0)
     local = tuple(shard(aval)) if shard else shape
-    return Value(shape, str(dtype), math.prod(local) * _itemsize(dtype))
+    size = 0 if _jax.on_host(aval) else math.prod(local) * _itemsize(dtype)
+    return Value(shape, str(dtype), size)
 
 
 def _itemsize(dtype: Any) -> int:
@@ -204,7 +208,7 @@ class _Builder:
         body, trips = _loop(eqn, self.shard)
         self.graph.operations.append(
             Operation(
-                primitive=eqn.primitive.name,
+                primitive=TRANSFER if _jax.is_transfer(eqn) else eqn.primitive.name,
                 inputs=tuple(v for v in inputs if v is not None),
                 outputs=tuple(outputs),
                 params=eqn.params,

@@ -26,8 +26,6 @@ def offload_refusal(residual: Residual, target: Target) -> str | None:
     """Why a residual must not be offloaded; None if it may."""
     if target.offload_refusal:
         return target.offload_refusal
-    if residual.loops == 0:
-        return "not in a loop: XLA does not free offloaded residuals of unrolled layers in time"
     if residual.loops > 1:
         return "in nested loops, where XLA fails on offloaded values"
     if residual.bytes < LEAST_OFFLOAD * residual.count or not residual.shape:

@@ -7,6 +7,7 @@ helpers below hide which of the two is in hand, so that no other file needs to k
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -178,3 +179,87 @@ def hoist_consts(closed: Jaxpr) -> Jaxpr:
         inner.debug_info.with_unknown_names(),
     )
     return core.ClosedJaxpr(raw, [])
+
+
+def inline(closed: Jaxpr) -> Jaxpr:
+    """The program with its calls replaced by their bodies, shielded recompute left as it is."""
+    eqns: list[Eqn] = []
+    became: dict[Var, Atom] = {}
+    new_consts: dict[Var, Any] = {}
+
+    def now(atom: Atom) -> Atom:
+        return became.get(atom, atom) if is_var(atom) else atom
+
+    def visit(inner: Sequence[Eqn]) -> None:
+        for eqn in inner:
+            if may_inline(eqn) and not is_shielded(eqn):
+                call(eqn)
+                continue
+            outvars = [new_var(v.aval) if is_var(v) else v for v in eqn.outvars]
+            eqns.append(eqn.replace(invars=[now(v) for v in eqn.invars], outvars=outvars))
+            became.update(zip(eqn.outvars, outvars, strict=True))
+
+    def call(eqn: Eqn) -> None:
+        body = subjaxpr(eqn)
+        inner = open_jaxpr(body)
+        for var, value in zip(inner.constvars, consts_of(body), strict=True):
+            became[var] = new_var(var.aval)
+            new_consts[became[var]] = value
+        became.update(zip(inner.invars, map(now, eqn.invars), strict=True))
+        visit(inner.eqns)
+        became.update(zip(eqn.outvars, map(now, inner.outvars), strict=True))
+
+    inner = open_jaxpr(closed)
+    visit(inner.eqns)
+    return rebuild(closed, eqns, [now(v) for v in inner.outvars], new_consts)
+
+
+def single(eqn: Eqn) -> Jaxpr:
+    """A program of one equation: its inputs are the equation's variables, each once."""
+    invars = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
+    outvars = [v for v in eqn.outvars if is_var(v)]
+    return core.ClosedJaxpr(core.Jaxpr([], invars, outvars, [eqn], eqn.effects), [])
+
+
+def on_host(aval: Any) -> bool:
+    """Whether a value lives in host memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def crosses_to_host(eqn: Eqn) -> bool:
+    """Whether the equation copies a value from the device to the host."""
+    return is_transfer(eqn) and on_host(eqn.outvars[0].aval)
+
+
+def crosses_to_device(eqn: Eqn) -> bool:
+    """Whether the equation fetches a value from the host."""
+    return is_transfer(eqn) and on_host(eqn.invars[0].aval)
+
+
+def is_transfer(eqn: Eqn) -> bool:
+    """Whether the equation copies a value between device and host memory."""
+    if eqn.primitive.name != "device_put" or len(eqn.invars) != 1 or not is_var(eqn.invars[0]):
+        return False
+    return on_host(eqn.invars[0].aval) != on_host(eqn.outvars[0].aval)
+
+
+def with_fetched_inputs(closed: Jaxpr) -> Jaxpr:
+    """The program taking from the device what it would fetch from the host at once.
+
+    An input on the host that the program only fetches is replaced by the fetched value.
+    """
+    inner = open_jaxpr(closed)
+    fetches = {e.invars[0]: e for e in inner.eqns if crosses_to_device(e)}
+    reads = Counter(v for e in inner.eqns for v in e.invars if is_var(v))
+    reads.update(v for v in inner.outvars if is_var(v))
+    became = {v: e.outvars[0] for v, e in fetches.items() if v in inner.invars and reads[v] == 1}
+    gone = {id(fetches[v]) for v in became}
+    raw = core.Jaxpr(
+        list(inner.constvars),
+        [became.get(v, v) for v in inner.invars],
+        list(inner.outvars),
+        [e for e in inner.eqns if id(e) not in gone],
+        inner.effects,
+        inner.debug_info.with_unknown_names(),
+    )
+    return core.ClosedJaxpr(raw, consts_of(closed))

@@ -15,7 +15,7 @@ from jdelta import _file
 from jdelta._budget import format_bytes, parse_budget
 from jdelta._cost import program_seconds
 from jdelta._decision import Decision
-from jdelta._emit import Step, emit
+from jdelta._emit import Step, compiler_options, emit
 from jdelta._errors import BudgetError, PlanMismatchError, TargetError
 from jdelta._items import items_of
 from jdelta._measure import Measurement, measure
@@ -347,7 +347,8 @@ def _compile(
         )
     step = Step(fun, args, donate, target, dict(plan.aliases))
     lowered = emit(step, plan.policy).lower()
-    compiled, measurement = measure(lowered, target, executable=True)
+    options = compiler_options(target, plan.policy, plan.budget)
+    compiled, measurement = measure(lowered, target, options, executable=True)
     if compiled is None or measurement.peak > plan.budget:
         raise BudgetError(
             f"Compiled with donate_argnums={donate} the step needs "

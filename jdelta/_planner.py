@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jdelta._budget import Budget, format_bytes
 from jdelta._decision import Decision
-from jdelta._emit import Emission, Step, emit
+from jdelta._emit import Emission, Step, compiler_options, emit
 from jdelta._errors import BudgetError, OffloadError
 from jdelta._graph import Graph
 from jdelta._items import Items
@@ -107,6 +107,7 @@ class Search:
         key = (fingerprint, step.target.name, step.donate, items.problem, pins)
         self._known = _known.setdefault(key, {})
         self.compiles = 0
+        self.bound = step.target.memory
         self._points: list[tuple[int, int]] = []
         self._emitted: dict[Policy | None, Emission] = {}
 
@@ -120,7 +121,7 @@ class Search:
         plain = self._plain()
         if budget.share is not None or self._may_fit(plain, budget):
             plain = self._compile(plain)
-        bound = budget.bytes or int((budget.share or 1.0) * plain.peak)
+        bound = self.bound = budget.bytes or int((budget.share or 1.0) * plain.peak)
         if plain.measurement and plain.peak <= bound:
             return Found(plain, bound, plain.peak, plain.peak, self.compiles)
         recompute = [Decision.RECOMPUTE] * len(self.items.problem.items)
@@ -208,7 +209,8 @@ class Search:
 
     def _compile(self, candidate: Candidate) -> Candidate:
         self.compiles += 1
-        compiled, measurement = measure(candidate.emission.lower(), self.step.target)
+        options = compiler_options(self.step.target, candidate.emission.policy, self.bound)
+        compiled, measurement = measure(candidate.emission.lower(), self.step.target, options)
         if candidate.decisions is not None:
             self._points.append((candidate.emission.timeline.peak, measurement.peak))
         candidate = replace(candidate, measurement=measurement, compiled=compiled)
