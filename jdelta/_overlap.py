@@ -6,7 +6,7 @@ to the host, which takes one transfer at a time. A transfer starts when its star
 the link is free; what is left of it when its done is reached is exposed.
 
 Left out: transfers and compute that take device memory's bandwidth from each other, copies between
-device memory and the memory on a TPU's chip, collectives, and the time to launch anything.
+device memory and the memory on a TPU's chip, links between devices, and the time of launches.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def _fetches(scope: _Scope) -> Iterator[tuple[Instruction, _Scope]]:
     for instruction in scope.computation:
         if inner := scope.inside(instruction):
             yield from _fetches(inner)
-        elif instruction.opcode.startswith("dynamic-slice") and _CONFIG in instruction.config:
+        elif instruction.opcode == "dynamic-slice" and _CONFIG in instruction.config:
             stack = scope.computation.operands(instruction)[0]
             if stack.array.memory == HOST:
                 yield instruction, scope
