@@ -1,0 +1,248 @@
+"""How much of the transfers between device and host a compiled program hides behind compute.
+
+The text of a compiled program is its schedule. It is run here on three clocks: one for compute,
+which takes instruction after instruction at roofline speed, and one for each direction of the link
+to the host, which takes one transfer at a time. A transfer starts when its start is reached and
+the link is free; what is left of it when its done is reached is exposed.
+
+Left out: transfers and compute that take device memory's bandwidth from each other, copies between
+device memory and the memory on a TPU's chip, links between devices, and the time of launches.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from jdelta._chips import Rates
+from jdelta._hlo import HOST, Computation, Instruction, Module, parse
+from jdelta._hlo_cost import seconds, traffic
+from jdelta._loop import read_loop
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One instruction of the schedule that moves data over the link to the host.
+
+    Attributes:
+        name: The instruction.
+        direction: "out" from device to host, "in" from host to device.
+        bytes: Bytes of one execution.
+        seconds: Time of one execution on the link.
+        exposed: Seconds that compute waits for one execution, on average over all.
+        trips: Executions per step.
+    """
+
+    name: str
+    direction: str
+    bytes: int
+    seconds: float
+    exposed: float
+    trips: int
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What the schedule makes of all transfers of a program.
+
+    Attributes:
+        transfers: The transfers in the order of their first execution.
+        compute: Roofline seconds of everything else in the program.
+    """
+
+    transfers: tuple[Transfer, ...]
+    compute: float
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes moved from device to host."""
+        return sum(t.trips * t.bytes for t in self._going("out"))
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes moved from host to device."""
+        return sum(t.trips * t.bytes for t in self._going("in"))
+
+    @property
+    def seconds_out(self) -> float:
+        """Seconds of all transfers from device to host on the link."""
+        return sum(t.trips * t.seconds for t in self._going("out"))
+
+    @property
+    def seconds_in(self) -> float:
+        """Seconds of all transfers from host to device on the link."""
+        return sum(t.trips * t.seconds for t in self._going("in"))
+
+    @property
+    def exposed_out(self) -> float:
+        """Seconds that compute waits for transfers from device to host."""
+        return sum(t.trips * t.exposed for t in self._going("out"))
+
+    @property
+    def exposed_in(self) -> float:
+        """Seconds that compute waits for transfers from host to device."""
+        return sum(t.trips * t.exposed for t in self._going("in"))
+
+    @property
+    def hidden(self) -> float:
+        """Share of the seconds on the link that run behind compute; 1 without transfers."""
+        total = self.seconds_out + self.seconds_in
+        exposed = min(total, self.exposed_out + self.exposed_in)  # up to rounding
+        return 1.0 - exposed / total if total else 1.0
+
+    def _going(self, direction: str) -> Iterator[Transfer]:
+        return (transfer for transfer in self.transfers if transfer.direction == direction)
+
+
+def read_overlap(text: str, rates: Rates) -> Overlap:
+    """Reads the schedule of a compiled program.
+
+    Args:
+        text: The program as ``jax.stages.Compiled.as_text`` prints it for a TPU or a GPU.
+        rates: Rates of the target.
+    """
+    run = _Run(parse(text), rates)
+    now = _Clock()
+    run.computation(now, run.module.entry)
+    return Overlap(tuple(log.transfer() for log in now.logs.values()), now.compute)
+
+
+@dataclass
+class _Log:
+    """All executions of a transfer."""
+
+    name: str
+    direction: str
+    bytes: int
+    seconds: float
+    exposed: float = 0.0
+    trips: int = 0
+
+    def transfer(self) -> Transfer:
+        mean = self.exposed / self.trips
+        return Transfer(self.name, self.direction, self.bytes, self.seconds, mean, self.trips)
+
+
+@dataclass
+class _Clock:
+    """Where a run stands, in seconds since its start.
+
+    Attributes:
+        time: What has passed.
+        compute: The part of it that was not spent waiting for transfers.
+        free: When each direction of the link is free.
+        flying: Ends of the transfers whose done is still to come, by their start and direction.
+        logs: All transfers so far, by instruction and direction.
+    """
+
+    time: float = 0.0
+    compute: float = 0.0
+    free: dict[str, float] = field(default_factory=lambda: {"out": 0.0, "in": 0.0})
+    flying: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    logs: dict[tuple[str, str], _Log] = field(default_factory=dict[tuple[str, str], _Log])
+
+    def work(self, duration: float) -> None:
+        self.time += duration
+        self.compute += duration
+
+    def start(self, name: str, direction: str, size: int, duration: float) -> None:
+        log = self.logs.setdefault((name, direction), _Log(name, direction, size, duration))
+        log.trips += 1
+        self.free[direction] = max(self.time, self.free[direction]) + duration
+        self.flying[name, direction] = self.free[direction]
+
+    def done(self, name: str) -> None:
+        for key in [key for key in self.flying if key[0] == name]:
+            wait = max(0.0, self.flying.pop(key) - self.time)
+            self.logs[key].exposed += wait
+            self.time += wait
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The simulation of a module.
+
+    Attributes:
+        module: What is run.
+        rates: Rates of the target.
+        prices: Known device seconds and bytes from and to the host, by computation and
+            instruction.
+        quiet: Known seconds of computations that move nothing, by name; ``None`` for the others.
+    """
+
+    module: Module
+    rates: Rates
+    prices: dict[tuple[str, str], tuple[float, int, int]] = field(
+        default_factory=dict[tuple[str, str], tuple[float, int, int]]
+    )
+    quiet: dict[str, float | None] = field(default_factory=dict[str, float | None])
+
+    def computation(self, now: _Clock, computation: Computation) -> None:
+        """Advances ``now`` by one execution of a computation."""
+        for instruction in computation:
+            self._instruction(now, computation, instruction)
+
+    def _instruction(self, now: _Clock, computation: Computation, instruction: Instruction) -> None:
+        match instruction.opcode:
+            case "while":
+                loop = read_loop(self.module, computation, instruction)
+                self._repeat(now, loop.body, loop.trips)
+            case "call":
+                self._repeat(now, self.module[instruction.called or ""], 1)
+            case "conditional":
+                self._conditional(now, instruction)
+            case opcode if opcode.endswith("-done"):
+                now.done(instruction.operands[0])
+            case _:
+                self._operation(now, computation, instruction)
+
+    def _operation(self, now: _Clock, computation: Computation, instruction: Instruction) -> None:
+        device, fetched, stored = self._price(computation, instruction)
+        moved = fetched + stored
+        if fetched:
+            now.start(instruction.name, "in", fetched, fetched / self.rates.host_to_device)
+        if stored:
+            now.start(instruction.name, "out", stored, stored / self.rates.device_to_host)
+        if not (moved and instruction.opcode.endswith("-start")):
+            now.done(instruction.name)
+            now.work(device)
+
+    def _price(self, computation: Computation, instruction: Instruction) -> tuple[float, int, int]:
+        key = computation.name, instruction.name
+        if key not in self.prices:
+            where = self.module, computation, instruction
+            self.prices[key] = seconds(*where, self.rates), *traffic(*where, HOST)
+        return self.prices[key]
+
+    def _repeat(self, now: _Clock, body: Computation, trips: int) -> None:
+        duration = self._quiet(body)
+        if duration is None:
+            for _ in range(trips):
+                self.computation(now, body)
+        else:
+            now.work(trips * duration)
+
+    def _quiet(self, body: Computation) -> float | None:
+        """Seconds of a computation; ``None`` when it moves anything to or from the host."""
+        if body.name not in self.quiet:
+            alone = _Clock()
+            self.computation(alone, body)
+            self.quiet[body.name] = None if alone.logs else alone.compute
+        return self.quiet[body.name]
+
+    def _conditional(self, now: _Clock, instruction: Instruction) -> None:
+        """Takes the slowest branch."""
+        runs: list[_Clock] = []
+        for branch in _branches(instruction):
+            runs.append(copy.deepcopy(now))
+            self._repeat(runs[-1], self.module[branch], 1)
+        slowest = max(runs, key=lambda run: run.time)
+        vars(now).update(vars(slowest))
+
+
+def _branches(instruction: Instruction) -> list[str]:
+    names = ("branch_computations", "true_computation", "false_computation")
+    listed = ",".join(instruction.attribute(name) for name in names)
+    return re.findall(r"[\w.\-]+", listed)

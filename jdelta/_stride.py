@@ -1,0 +1,210 @@
+"""Finds host stacks that a loop reads in another order than its program says.
+
+XLA for GPUs turns a slice of a stack in host memory into a copy whose offset is a linear function
+of the trip. jaxlib 0.10.2 and 0.11.0 get it wrong for loops that walk backwards (openxla/xla pull
+requests 46231 and 46308): residuals come back in the wrong order, and gradients are silently
+wrong. Both the function and the index it stands for are in the text of the compiled program.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jdelta._hlo import HOST, Array, Computation, Instruction, Module, parse
+from jdelta._loop import Loop, read_loop
+
+_CONFIG = "dynamic_slice_config"
+
+_ARITHMETIC: dict[str, Callable[..., int]] = {
+    "add": operator.add,
+    "bitcast": int,
+    "clamp": lambda low, value, high: max(low, min(value, high)),
+    "convert": int,
+    "copy": int,
+    "maximum": max,
+    "minimum": min,
+    "multiply": operator.mul,
+    "negate": lambda value: -value,
+    "reshape": int,
+    "select": lambda chosen, this, other: this if chosen else other,
+    "subtract": operator.sub,
+}
+_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "EQ": operator.eq,
+    "GE": operator.ge,
+    "GT": operator.gt,
+    "LE": operator.le,
+    "LT": operator.lt,
+    "NE": operator.ne,
+}
+_LITERALS = {"true": 1, "false": 0}
+
+
+class _UnknownError(Exception):
+    """The text does not tell a value."""
+
+
+def forward_fetches(text: str) -> list[str]:
+    """The fetches of a program that read another slice of a host stack than the one indexed.
+
+    A fetch is not listed if the compiler gave its copy no offset of its own (on TPUs the index
+    itself is used), or if the text does not tell the value of its index.
+
+    Args:
+        text: The program as ``jax.stages.Compiled.as_text`` prints it.
+
+    Returns:
+        Names of the slice instructions, in the order of the text.
+    """
+    module = parse(text)
+    wrong: dict[str, None] = {}
+    for computation in module.computations.values():
+        for instruction in computation:
+            if instruction.opcode == "while":
+                loop = read_loop(module, computation, instruction)
+                wrong.update(dict.fromkeys(_wrong_fetches(module, loop)))
+    return list(wrong)
+
+
+def _wrong_fetches(module: Module, loop: Loop) -> Iterator[str]:
+    """Compares the first two trips and the last, as offset and index are linear in the trip."""
+    for trip in {0, 1, loop.trips - 1} & set(range(loop.trips)):
+        scope = _Scope(module, loop.body, _state(loop, trip))
+        yield from (fetch.name for fetch, at in _fetches(scope) if _is_wrong(fetch, at, trip))
+
+
+def _is_wrong(fetch: Instruction, scope: _Scope, trip: int) -> bool:
+    try:
+        return _noted_offset(fetch, trip) != _indexed_offset(fetch, scope)
+    except _UnknownError:
+        return False
+
+
+def _noted_offset(fetch: Instruction, trip: int) -> int:
+    """Where the copy starts to read, bytes.
+
+    jaxlib 0.12 has the linear function in a message of its own.
+    """
+    config: dict[str, Any] = fetch.config[_CONFIG]
+    known = {"loop_index", "byte_offset", "byte_stride", "linear"}
+    if not config.keys() <= known or int(config.get("loop_index", 0)):
+        raise _UnknownError
+    linear: dict[str, Any] = config.get("linear", config)
+    return int(linear.get("byte_offset", 0)) + trip * int(linear.get("byte_stride", 0))
+
+
+def _indexed_offset(fetch: Instruction, scope: _Scope) -> int:
+    """Where the slice of the indices starts, bytes; indices are clamped to the stack."""
+    stack, *indices = scope.computation.operands(fetch)
+    limits = zip(stack.array.dims, fetch.array.dims, strict=True)
+    starts = [
+        max(0, min(scope.value(index.name), size - taken))
+        for index, (size, taken) in zip(indices, limits, strict=True)
+    ]
+    return sum(start * step for start, step in zip(starts, _byte_strides(stack.array), strict=True))
+
+
+def _byte_strides(array: Array) -> list[int]:
+    """Bytes from one element to the next along each axis."""
+    order = array.order or tuple(reversed(range(len(array.dims))))
+    strides = dict[int, int]()
+    step = array.bits // 8
+    for axis in order:
+        strides[axis] = step
+        step *= array.dims[axis]
+    return [strides[axis] for axis in range(len(array.dims))]
+
+
+def _state(loop: Loop, trip: int) -> Callable[[int, int | None], int]:
+    """The counters among the elements of a loop's state, in one trip."""
+
+    def element(_: int, index: int | None) -> int:
+        if index not in loop.counters:
+            raise _UnknownError
+        start, step = loop.counters[index]
+        return start + step * trip
+
+    return element
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """Values of the scalars of a computation.
+
+    Attributes:
+        module: The program.
+        computation: The computation.
+        parameter: The value of a parameter, by number, or of an element of it.
+    """
+
+    module: Module
+    computation: Computation
+    parameter: Callable[[int, int | None], int]
+
+    def inside(self, instruction: Instruction) -> _Scope | None:
+        """The computation of a fusion, whose parameters have values here."""
+        inner = self.module.called(instruction)
+        if inner is None or not instruction.opcode.startswith(("fusion", "async")):
+            return None
+        return _Scope(self.module, inner, lambda n, _: self.value(instruction.operands[n]))
+
+    def value(self, name: str) -> int:
+        """The value of a scalar.
+
+        Raises:
+            _UnknownError: It is no scalar, or comes from elsewhere.
+        """
+        instruction = self.computation[name]
+        if instruction.array.elements != 1:
+            raise _UnknownError
+        match instruction.opcode:
+            case "constant":
+                return _literal(instruction.argument)
+            case "parameter":
+                return self.parameter(int(instruction.argument), None)
+            case "get-tuple-element":
+                return self._element(instruction)
+            case "compare":
+                compare = _COMPARISONS[instruction.attribute("direction")]
+                return int(compare(*map(self.value, instruction.operands)))
+            case _:
+                return self._computed(instruction)
+
+    def _element(self, instruction: Instruction) -> int:
+        (source,) = self.computation.operands(instruction)
+        index = int(instruction.attribute("index"))
+        if source.opcode == "parameter":
+            return self.parameter(int(source.argument), index)
+        inner = self.inside(source)
+        if inner is None or inner.computation.root.opcode != "tuple":
+            raise _UnknownError
+        return inner.value(inner.computation.root.operands[index])
+
+    def _computed(self, instruction: Instruction) -> int:
+        if inner := self.inside(instruction):
+            return inner.value(inner.computation.root.name)
+        if instruction.opcode not in _ARITHMETIC:
+            raise _UnknownError
+        return _ARITHMETIC[instruction.opcode](*map(self.value, instruction.operands))
+
+
+def _literal(text: str) -> int:
+    found = re.search(r"-?\d+|true|false", text)
+    if found is None:
+        raise _UnknownError
+    return _LITERALS[found[0]] if found[0] in _LITERALS else int(found[0])
+
+
+def _fetches(scope: _Scope) -> Iterator[tuple[Instruction, _Scope]]:
+    """Slices of host stacks in a computation and its fusions that have an offset of their own."""
+    for instruction in scope.computation:
+        if inner := scope.inside(instruction):
+            yield from _fetches(inner)
+        elif instruction.opcode == "dynamic-slice" and _CONFIG in instruction.config:
+            stack = scope.computation.operands(instruction)[0]
+            if stack.array.memory == HOST:
+                yield instruction, scope
