@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -94,6 +94,43 @@ def rebuild(
 def evaluate(closed: Jaxpr, *args: Any) -> list[Any]:
     """Evaluate a closed jaxpr."""
     return core.jaxpr_as_fun(closed)(*args)
+
+
+Env: TypeAlias = dict[Var, Any]
+
+
+def evaluate_with(
+    closed: Jaxpr,
+    args: Sequence[Any],
+    instead: Mapping[int, Callable[[Env], Sequence[Any]]],
+    after: Mapping[int, Callable[[Env], None]],
+) -> list[Any]:
+    """Evaluate a closed jaxpr, some of its equations in another way.
+
+    Args:
+        closed: The program.
+        args: Its arguments.
+        instead: From the index of an equation to what gives its results in its place.
+        after: From the index of an equation to what is done after it: it may change values.
+    """
+    inner = open_jaxpr(closed)
+    env: Env = dict(zip(inner.constvars, consts_of(closed), strict=True))
+    env.update(zip(inner.invars, args, strict=True))
+    for index, eqn in enumerate(inner.eqns):
+        if index in instead:
+            env.update(zip(eqn.outvars, instead[index](env), strict=True))
+        else:
+            one = open_jaxpr(single(eqn))
+            results = evaluate(single(eqn), *read(env, one.invars))
+            env.update(zip(one.outvars, results, strict=True))
+        if index in after:
+            after[index](env)
+    return read(env, inner.outvars)
+
+
+def read(env: Mapping[Var, Any], atoms: Sequence[Atom]) -> list[Any]:
+    """The values of atoms."""
+    return [env[a] if is_var(a) else a.val for a in atoms]
 
 
 def subjaxpr(eqn: Eqn) -> Jaxpr:
@@ -263,3 +300,24 @@ def with_fetched_inputs(closed: Jaxpr) -> Jaxpr:
         inner.debug_info.with_unknown_names(),
     )
     return core.ClosedJaxpr(raw, consts_of(closed))
+
+
+def with_copies_left_out(
+    closed: Jaxpr, skip: int, which: Sequence[bool]
+) -> tuple[Jaxpr, list[bool]]:
+    """The program returning from the device what it would copy to the host last.
+
+    Args:
+        closed: The program.
+        skip: How many of its first results to leave alone.
+        which: For each further result whether its copy is to be left out.
+
+    Returns:
+        The program, and for each further result whether a copy of it was left out.
+    """
+    inner = open_jaxpr(closed)
+    copies = {e.outvars[0]: e.invars[0] for e in inner.eqns if crosses_to_host(e)}
+    rest = inner.outvars[skip:]
+    away = [w and is_var(v) and v in copies for v, w in zip(rest, which, strict=True)]
+    near = [copies[v] if is_away else v for v, is_away in zip(rest, away, strict=True)]
+    return rebuild(closed, inner.eqns, [*inner.outvars[:skip], *near], {}), away

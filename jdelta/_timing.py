@@ -10,13 +10,14 @@ is evaluated once more, and is the same program but for its timing:
   so it runs beside that compute, and no earlier.
 - The results of a backward unit share one barrier, so that gradients of weights are not put off
   while what they are made from stays in memory.
-- A backward loop carries what the next iteration fetches from the host.
+- Loops do both one iteration apart: see ``_pipeline.py``.
 
 Which compiler needs which of these was measured: ``benchmarks/xla/transfers.py``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +28,8 @@ from jax import lax
 
 from jdelta import _jax
 from jdelta._chips import Rates
-from jdelta._cost import program_seconds
-from jdelta._graph import graph_of
 from jdelta._jax import Eqn, Jaxpr, Var
-from jdelta._primitives import MATMULS
+from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop
 
 TIMED = frozenset({"cuda"})
 """Platforms whose compiler needs transfers timed: the TPU's undoes offload behind barriers."""
@@ -51,7 +50,7 @@ def timed(closed: Jaxpr, rates: Rates, platform: str) -> Callable[..., list[Any]
         A function of the flat arguments of ``closed`` to its flat results.
     """
     program = _jax.inline(closed)
-    timing = _Timing(program, rates, platform)
+    timing = _Timing(program, Clock(rates, platform))
 
     def run(*args: Any) -> list[Any]:
         return _Evaluation(timing).run(args)
@@ -65,36 +64,34 @@ class _Timing:
 
     Attributes:
         program: The program, calls inlined; backward units are ``remat`` equations.
+        clock: Prices what can hide a transfer.
+        eqns: The program's equations.
         units: Indices of the backward units, in program order.
         fetches: From a backward unit (its number) to the host values to fetch when it begins.
-        ties: From an index to the host values to tie to a result of that equation, with the result.
+        ties: From an index to a result of that equation and the host values to tie to it.
+        late: Host stacks that may be written late, since only one loop fetches them, in reverse.
     """
 
     program: Jaxpr
-    rates: Rates
-    platform: str
+    clock: Clock
+    eqns: list[Eqn] = field(init=False)
     units: list[int] = field(init=False)
     fetches: dict[int, list[Var]] = field(init=False)
     ties: dict[int, tuple[Var, list[Var]]] = field(init=False)
+    late: frozenset[Var] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.eqns: list[Eqn] = list(_jax.open_jaxpr(self.program).eqns)
+        self.eqns = list(_jax.open_jaxpr(self.program).eqns)
         self.units = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
         self.fetches = self._fetches()
         self.ties = self._ties()
-
-    def _seconds(self, index: int) -> float:
-        """Compute that can hide a transfer: whole units and loops, and matrix products."""
-        eqn = self.eqns[index]
-        if eqn.primitive.name not in MATMULS and not any(True for _ in _jax.subjaxprs(eqn)):
-            return 0.0
-        return program_seconds(graph_of(_jax.single(eqn)), self.rates, self.platform)
+        self.late = self._late()
 
     def _fetches(self) -> dict[int, list[Var]]:
         """Issue each fetch as many units ahead as it takes to hide it."""
         needs = [_host_inputs(self.eqns[index]) for index in self.units]
-        into = [_bytes(hosts) / self.rates.host_to_device for hosts in needs]
-        compute = [self._seconds(index) for index in self.units]
+        into = [_bytes(hosts) / self.clock.rates.host_to_device for hosts in needs]
+        compute = [self.clock.seconds(self.eqns[index]) for index in self.units]
         distance = 1 if sum(into) >= sum(compute) else MOST_AHEAD
         issued: dict[int, list[Var]] = defaultdict(list)
         for number, hosts in enumerate(needs):
@@ -113,7 +110,7 @@ class _Timing:
         forward = range(first)
         clock = [0.0]
         for index in forward:
-            clock.append(clock[-1] + self._seconds(index))
+            clock.append(clock[-1] + self.clock.seconds(self.eqns[index]))
         stops = self._stops(first)
         ties: dict[int, tuple[Var, list[Var]]] = {}
         link = 0.0
@@ -121,7 +118,7 @@ class _Timing:
             if not _jax.crosses_to_host(self.eqns[index]):
                 continue
             (host,) = self.eqns[index].outvars
-            link = max(link, clock[index]) + _bytes([host]) / self.rates.device_to_host
+            link = max(link, clock[index]) + _bytes([host]) / self.clock.rates.device_to_host
             after = self._after(index, stops)
             if not after:
                 continue  # the barrier before the first backward unit ends it
@@ -129,6 +126,20 @@ class _Timing:
             stop = done[0] if done else after[-1]
             ties.setdefault(stop, (stops[stop], []))[1].append(host)
         return ties
+
+    def _late(self) -> frozenset[Var]:
+        readers: dict[Var, list[Eqn]] = defaultdict(list)
+        for eqn in self.eqns:
+            for v in filter(_jax.is_var, eqn.invars):
+                readers[v].append(eqn)
+        results = set(filter(_jax.is_var, _jax.open_jaxpr(self.program).outvars))
+        return frozenset(
+            v
+            for eqn in self.eqns
+            if eqn.primitive.name == "scan"
+            for v in filter(_is_host, eqn.outvars)
+            if v not in results and len(readers[v]) == 1 and fetches_back(readers[v][0], v, eqn)
+        )
 
     def _stops(self, first: int) -> dict[int, Var]:
         """Values of the forward pass that are in memory anyway, and that its end depends on."""
@@ -179,106 +190,70 @@ class _Evaluation:
 
     def __init__(self, timing: _Timing):
         self.timing = timing
-        self.env: dict[Var, Any] = {}
         self.device: dict[Var, Any] = {}
-        self.last_read = _last_reads(timing.program)
+        self.late: dict[Var, Late] = {}
+        self.read = _variables_read(timing.program)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
-        inner = _jax.open_jaxpr(self.timing.program)
-        self.env.update(zip(inner.constvars, _jax.consts_of(self.timing.program), strict=True))
-        self.env.update(zip(inner.invars, args, strict=True))
-        units = {index: number for number, index in enumerate(self.timing.units)}
-        for index, eqn in enumerate(self.timing.eqns):
-            if index in units:
-                self._unit(eqn, units[index])
+        timing = self.timing
+        instead: dict[int, Any] = {
+            index: functools.partial(self._unit, timing.eqns[index], number)
+            for number, index in enumerate(timing.units)
+        }
+        for index, eqn in enumerate(timing.eqns):
+            if eqn.primitive.name == "scan" and any(map(_is_host, eqn.outvars)):
+                instead[index] = functools.partial(self._forward_loop, eqn)
             elif eqn.primitive.name == "scan" and any(map(_is_host, eqn.invars)):
-                self._bind(eqn, _prefetching_scan(eqn, self._read(eqn.invars)))
-            else:
-                one = _jax.open_jaxpr(_jax.single(eqn))
-                values = _jax.evaluate(_jax.single(eqn), *self._read(one.invars))
-                self.env.update(zip(one.outvars, values, strict=True))
-            if index in self.timing.ties:
-                value, hosts = self.timing.ties[index]
-                self._tie([value, *hosts])
-        return self._read(inner.outvars)
+                instead[index] = functools.partial(self._backward_loop, eqn)
+        after = {
+            index: functools.partial(_tie, (value, *hosts))
+            for index, (value, hosts) in timing.ties.items()
+        }
+        return _jax.evaluate_with(timing.program, args, instead, after)
 
-    def _read(self, atoms: Sequence[Any]) -> list[Any]:
-        return [self.env[a] if _jax.is_var(a) else a.val for a in atoms]
+    def _forward_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
+        values, late = forward_loop(eqn, _jax.read(env, eqn.invars), self.timing.late)
+        self.late |= late
+        return values
 
-    def _bind(self, eqn: Eqn, values: Sequence[Any]) -> None:
-        self.env.update(zip(eqn.outvars, values, strict=True))
+    def _backward_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
+        return backward_loop(eqn, _jax.read(env, eqn.invars), self.late, self.timing.clock)
 
-    def _tie(self, names: Sequence[Var]) -> None:
-        """Put values behind one barrier: none of them is used before all of them are there."""
-        names = list(dict.fromkeys(names))
-        values = lax.optimization_barrier([self.env[v] for v in names])
-        self.env.update(zip(names, values, strict=True))
-
-    def _unit(self, eqn: Eqn, number: int) -> None:
+    def _unit(self, eqn: Eqn, number: int, env: _jax.Env) -> list[Any]:
         """A backward unit: fetches for later ones begin with it, its results end together."""
         if number == 0:
-            self._issue(0, [v for v in eqn.invars if _jax.is_var(v) and not _is_host(v)][-1:])
+            last = [v for v in eqn.invars if _jax.is_var(v) and not _is_host(v)][-1]
+            _tie((last, *self.timing.fetches.get(0, ())), env)
+            self._fetch(0, env)
         body = _jax.with_fetched_inputs(_jax.subjaxpr(eqn))
         inputs = [
-            self.device[v] if _jax.is_var(v) and v in self.device else x
-            for v, x in zip(eqn.invars, self._read(eqn.invars), strict=True)
+            self.device[v] if _is_host(v) and v in self.device else x
+            for v, x in zip(eqn.invars, _jax.read(env, eqn.invars), strict=True)
         ]
-        self._bind(eqn, _jax.evaluate(body, *lax.optimization_barrier(inputs)))
-        used = [v for v in eqn.outvars if v in self.last_read]
-        self._issue(number + 1, used)
+        env.update(zip(eqn.outvars, _jax.evaluate(body, *lax.optimization_barrier(inputs)), strict=True))
+        used = [v for v in eqn.outvars if v in self.read]
+        if used:
+            _tie((*used, *self.timing.fetches.get(number + 1, ())), env)
+        self._fetch(number + 1, env)
+        return [env[v] for v in eqn.outvars]
 
-    def _issue(self, number: int, after: Sequence[Var]) -> None:
-        """Fetch what unit ``number`` is to have fetched, once the values ``after`` are there."""
-        hosts = self.timing.fetches.get(number, [])
-        if after:
-            self._tie([*after, *hosts])
-        for v in hosts:
-            self.device[v] = jax.device_put(self.env[v], jax.memory.Space.Device)
+    def _fetch(self, number: int, env: _jax.Env) -> None:
+        for v in self.timing.fetches.get(number, ()):
+            self.device[v] = jax.device_put(env[v], jax.memory.Space.Device)
+
+
+def _tie(names: Sequence[Var], env: _jax.Env) -> None:
+    """Put values behind one barrier: none of them is used before all of them are there."""
+    names = list(dict.fromkeys(names))
+    values = lax.optimization_barrier([env[v] for v in names])
+    env.update(zip(names, values, strict=True))
 
 
 def _is_host(atom: Any) -> bool:
     return _jax.is_var(atom) and _jax.on_host(atom.aval)
 
 
-def _last_reads(program: Jaxpr) -> set[Var]:
-    """Variables that something reads."""
+def _variables_read(program: Jaxpr) -> set[Var]:
     inner = _jax.open_jaxpr(program)
     read = {v for eqn in inner.eqns for v in eqn.invars if _jax.is_var(v)}
     return read | {v for v in inner.outvars if _jax.is_var(v)}
-
-
-def _prefetching_scan(eqn: Eqn, inputs: Sequence[Any]) -> list[Any]:
-    """A loop over host stacks that fetches for the next iteration while it computes this one."""
-    n_consts, n_carry = _jax.scan_counts(eqn)
-    body = _jax.with_fetched_inputs(_jax.inline(eqn.params["jaxpr"]))
-    length, reverse = eqn.params["length"], eqn.params["reverse"]
-    consts, carry, xs = _split(inputs, n_consts, n_carry)
-    before = _jax.open_jaxpr(eqn.params["jaxpr"]).invars[n_consts + n_carry :]
-    after = _jax.open_jaxpr(body).invars[n_consts + n_carry :]
-    away = [_is_host(b) and not _is_host(a) for b, a in zip(before, after, strict=True)]
-    stacks = [x for x, is_away in zip(xs, away, strict=True) if is_away]
-
-    def fetch(index: Any) -> list[Any]:
-        row = lax.clamp(0, index, length - 1)
-        slices = (lax.dynamic_index_in_dim(s, row, keepdims=False) for s in stacks)
-        return [jax.device_put(s, jax.memory.Space.Device) for s in slices]
-
-    def step(state: Any, rows: Any) -> Any:
-        index, ready, values = state
-        following = index - 1 if reverse else index + 1
-        fetched, here = iter(ready), iter(rows)
-        slices = [next(fetched) if is_away else next(here) for is_away in away]
-        outputs = _jax.evaluate(body, *consts, *values, *slices)
-        return (following, fetch(following), outputs[:n_carry]), outputs[n_carry:]
-
-    first = length - 1 if reverse else 0
-    near = [x for x, is_away in zip(xs, away, strict=True) if not is_away]
-    state = (jax.numpy.int32(first), fetch(first), list(carry))
-    (_, _, carry), ys = lax.scan(
-        step, state, near, length=length, reverse=reverse, unroll=eqn.params["unroll"]
-    )
-    return [*carry, *ys]
-
-
-def _split(values: Sequence[Any], consts: int, carry: int) -> tuple[Any, Any, Any]:
-    return values[:consts], values[consts : consts + carry], values[consts + carry :]

@@ -1,0 +1,248 @@
+"""Loops whose transfers run beside the compute of another iteration.
+
+XLA ends every transfer of a loop in the iteration that starts it, so what a body makes late, or
+reads early, is not hidden. Hence the forward loop carries what it made and copies it to the host in
+the *next* iteration; the last iteration's values stay on the device, since the backward loop needs
+them first. The backward loop carries what it will need and fetches it in the iteration *before*.
+Each takes one more buffer per offloaded value.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+
+from jdelta import _jax
+from jdelta._chips import Rates
+from jdelta._cost import program_seconds
+from jdelta._graph import graph_of
+from jdelta._jax import Eqn, Jaxpr, Var
+from jdelta._primitives import MATMULS
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Prices what can hide a transfer.
+
+    Attributes:
+        rates: Rates of the target.
+        platform: Its platform.
+    """
+
+    rates: Rates
+    platform: str
+
+    def seconds(self, eqn: Eqn) -> float:
+        """Roofline seconds of a matrix product, a loop or a unit; the rest is taken for nothing."""
+        if eqn.primitive.name not in MATMULS and not any(True for _ in _jax.subjaxprs(eqn)):
+            return 0.0
+        return program_seconds(graph_of(_jax.single(eqn)), self.rates, self.platform)
+
+
+@dataclass(frozen=True)
+class Late:
+    """A host stack that is written one iteration late.
+
+    Attributes:
+        last: The value of the last iteration, on the device; it is not in the stack.
+        shift: Row of an iteration's value in the stack, less that iteration's own row.
+    """
+
+    last: Any
+    shift: int
+
+
+def fetches_back(eqn: Eqn, stack: Var, maker: Eqn) -> bool:
+    """Whether an equation is a loop that fetches, in reverse, the rows that ``maker`` stacked."""
+    if eqn.primitive.name != "scan":
+        return False
+    mirrored = eqn.params["reverse"] != maker.params["reverse"]
+    same = eqn.params["length"] == maker.params["length"]
+    loop = _Loop.of(eqn, eqn.invars)
+    rows = [x for x, is_away in zip(loop.xs, loop.fetched()[1], strict=True) if is_away]
+    return mirrored and same and any(x is stack for x in rows)
+
+
+def forward_loop(
+    eqn: Eqn, inputs: Sequence[Any], may_be_late: frozenset[Var]
+) -> tuple[list[Any], dict[Var, Late]]:
+    """Evaluate a loop that stacks values on the host, one iteration late.
+
+    Args:
+        eqn: The ``scan``.
+        inputs: Its operands.
+        may_be_late: Its results that may be written late.
+
+    Returns:
+        The results of the ``scan``, the first row of a late stack holding nothing; and what is to
+        be known of each late stack.
+    """
+    loop = _Loop.of(eqn, inputs)
+    stacks = eqn.outvars[loop.n_carry :]
+    body, away = _jax.with_copies_left_out(
+        loop.body, loop.n_carry, [v in may_be_late for v in stacks]
+    )
+    made_empty = [_zeros(v) for v, is_away in zip(loop.stacked(body), away, strict=True) if is_away]
+
+    def step(state: Any, rows: Any) -> Any:
+        made_before, values = state
+        hosts = iter([jax.device_put(x, jax.memory.Space.Host) for x in made_before])
+        outputs = _jax.evaluate(body, *loop.consts, *values, *rows)
+        carry, ys = outputs[: loop.n_carry], outputs[loop.n_carry :]
+        made = [y for y, is_away in zip(ys, away, strict=True) if is_away]
+        kept = [next(hosts) if is_away else y for y, is_away in zip(ys, away, strict=True)]
+        return (made, carry), kept
+
+    (last, carry), ys = loop.scan(step, (made_empty, loop.carry), loop.xs)
+    shift = -1 if loop.reverse else 1
+    late = [v for v, is_away in zip(stacks, away, strict=True) if is_away]
+    return [*carry, *ys], {v: Late(x, shift) for v, x in zip(late, last, strict=True)}
+
+
+def backward_loop(
+    eqn: Eqn, inputs: Sequence[Any], late: Mapping[Var, Late], clock: Clock
+) -> list[Any]:
+    """Evaluate a loop over host stacks that fetches for the next iteration while it computes.
+
+    Args:
+        eqn: The ``scan``.
+        inputs: Its operands.
+        late: The stacks that were written late.
+        clock: Tells when one fetch should end and the next begin.
+
+    Returns:
+        The results of the ``scan``.
+    """
+    loop = _Loop.of(eqn, inputs)
+    body, away = loop.fetched()
+    rows_from = loop.n_consts + loop.n_carry
+    names = [v for v, is_away in zip(eqn.invars[rows_from:], away, strict=True) if is_away]
+    stacks = [x for x, is_away in zip(loop.xs, away, strict=True) if is_away]
+    near = [x for x, is_away in zip(loop.xs, away, strict=True) if not is_away]
+    first = loop.length - 1 if loop.reverse else 0
+    stops = _stops(body, loop, [x.aval.size * x.aval.dtype.itemsize for x in names], clock)
+
+    def fetch(stack: Any, name: Var, row: Any) -> Any:
+        row = row + late[name].shift if name in late else row
+        row = lax.clamp(0, row, loop.length - 1)
+        value = lax.dynamic_index_in_dim(stack, row, keepdims=False)
+        return jax.device_put(value, jax.memory.Space.Device)
+
+    def step(state: Any, rows: Any) -> Any:
+        row, ready, values = state
+        following = row - 1 if loop.reverse else row + 1
+        fetched, here = iter(ready), iter(rows)
+        slices = [next(fetched) if is_away else next(here) for is_away in away]
+        coming = [fetch(stacks[0], names[0], following)]
+
+        def next_fetch(stop: Var, env: _jax.Env) -> None:
+            # One after the other, as the link will have it: XLA hides each as if it were alone.
+            tied = (env[stop], coming[-1], following)
+            env[stop], coming[-1], row = lax.optimization_barrier(tied)
+            coming.append(fetch(stacks[len(coming)], names[len(coming)], row))
+
+        after = {i: functools.partial(next_fetch, v) for i, v in stops.items()}
+        outputs = _jax.evaluate_with(body, [*loop.consts, *values, *slices], {}, after)
+        coming += [fetch(stacks[i], names[i], following) for i in range(len(coming), len(stacks))]
+        return (following, coming, outputs[: loop.n_carry]), outputs[loop.n_carry :]
+
+    ready = [
+        late[n].last if n in late else fetch(s, n, jax.numpy.int32(first))
+        for s, n in zip(stacks, names, strict=True)
+    ]
+    (_, _, carry), ys = loop.scan(step, (jax.numpy.int32(first), ready, loop.carry), near)
+    return [*carry, *ys]
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A ``scan`` and its operands."""
+
+    body: Jaxpr
+    n_consts: int
+    n_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+    consts: list[Any]
+    carry: list[Any]
+    xs: list[Any]
+
+    @classmethod
+    def of(cls, eqn: Eqn, inputs: Sequence[Any]) -> _Loop:
+        n_consts, n_carry = _jax.scan_counts(eqn)
+        return cls(
+            body=_jax.inline(eqn.params["jaxpr"]),
+            n_consts=n_consts,
+            n_carry=n_carry,
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+            consts=list(inputs[:n_consts]),
+            carry=list(inputs[n_consts : n_consts + n_carry]),
+            xs=list(inputs[n_consts + n_carry :]),
+        )
+
+    def fetched(self) -> tuple[Jaxpr, list[bool]]:
+        """The body taking rows fetched already, and which of its rows those are."""
+        body = _jax.with_fetched_inputs(self.body)
+        start = self.n_consts + self.n_carry
+        before, after = (_jax.open_jaxpr(j).invars[start:] for j in (self.body, body))
+        return body, [old is not new for old, new in zip(before, after, strict=True)]
+
+    def stacked(self, body: Jaxpr) -> list[Any]:
+        """What the body stacks."""
+        return list(_jax.open_jaxpr(body).outvars[self.n_carry :])
+
+    def scan(self, step: Any, state: Any, rows: Any) -> Any:
+        """Run the loop over another body."""
+        return lax.scan(
+            step, state, rows, length=self.length, reverse=self.reverse, unroll=self.unroll
+        )
+
+
+def _stops(body: Jaxpr, loop: _Loop, sizes: Sequence[int], clock: Clock) -> dict[int, Var]:
+    """Values of a body by which each fetch but the last should be done.
+
+    The compute of an iteration is shared out by bytes. Only values that the next iteration depends
+    on, and that depend on the one before, come in question; and only operands of products, which
+    are written to memory anyway.
+    """
+    eqns = _jax.open_jaxpr(body).eqns
+    path = _path(body, loop)
+    done = list(itertools.accumulate(clock.seconds(eqn) for eqn in eqns))
+    goals = [done[-1] * part / sum(sizes) for part in itertools.accumulate(sizes[:-1])]
+    stops: dict[int, Var] = {}
+    for index, eqn in enumerate(eqns):
+        fitting = [v for v in eqn.outvars if v in path]
+        if goals and fitting and done[index] >= goals[0]:
+            stops[index] = fitting[0]
+            goals.pop(0)
+    return stops
+
+
+def _path(body: Jaxpr, loop: _Loop) -> set[Var]:
+    """Operands of products between the carry that comes in and the carry that goes out."""
+    inner = _jax.open_jaxpr(body)
+    begun = set(inner.invars[loop.n_consts : loop.n_consts + loop.n_carry])
+    for eqn in inner.eqns:
+        if any(_jax.is_var(v) and v in begun for v in eqn.invars):
+            begun.update(eqn.outvars)
+    needed = {v for v in inner.outvars[: loop.n_carry] if _jax.is_var(v)}
+    operands: set[Var] = set()
+    for eqn in reversed(inner.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            read = {v for v in eqn.invars if _jax.is_var(v)}
+            needed |= read
+            operands |= read if eqn.primitive.name in MATMULS else set()
+    return begun & needed & operands
+
+
+def _zeros(value: Any) -> Any:
+    return jax.numpy.zeros(value.aval.shape, value.aval.dtype)
