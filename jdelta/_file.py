@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jdelta._errors import PlanMismatchError
+from jdelta._overlap import Overlap
 from jdelta._policy import Policy
 from jdelta._residual import Residual
 
-VERSION = 1
+VERSION = 2
 _SCALARS = {"int": int, "float": (int, float), "str": str}
 P = TypeVar("P")
 
@@ -24,6 +25,8 @@ def save(plan: Any, path: str | os.PathLike[str]) -> None:
         value = getattr(plan, field.name)
         if field.name == "residuals":
             value = [dataclasses.asdict(residual) for residual in value]
+        elif isinstance(value, Overlap):
+            value = dataclasses.asdict(value)
         elif isinstance(value, Policy):
             value = _policy_record(value)
         record[field.name] = value
@@ -73,6 +76,8 @@ def _read(field: dataclasses.Field[Any], value: Any) -> Any:
     if field.name == "policy" and value is not None:
         names = {k: frozenset[str](value[k]) for k in ("saved", "offloaded", "recomputed")}
         return Policy(**names, regions=_tuples(value["regions"]))
+    if field.name == "overlap":
+        return Overlap.of_record(value)
     expected = _SCALARS.get(str(field.type))
     if expected and not isinstance(value, expected):
         raise ValueError(f"{field.name}: expected {field.type}, got {value!r}")

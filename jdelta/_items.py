@@ -18,6 +18,12 @@ from jdelta._target import Target
 _UNSAVEABLE = float(1 << 62)
 """Bytes of an item that must not be saved: more than any device has, yet finite to sum up."""
 
+HIDING = 0.8
+"""Share of the compute of units with offload that is expected to hide transfers."""
+
+EXPOSED = 0.15
+"""Share of a transfer that is expected to be exposed although there is compute to hide it."""
+
 LEAST_OFFLOAD = 1 << 20
 """Bytes below which a buffer is not offloaded: the transfer would be all latency."""
 
@@ -75,6 +81,11 @@ class Items:
         )
         return replace(self, problem=replace(self.problem, items=closed))
 
+    def recompute_seconds(self, decisions: Mapping[str, Decision]) -> float:
+        """Seconds that complete decisions add to the step, transfers left out."""
+        hidden = replace(self.whole, hidden_out=math.inf, hidden_in=math.inf)
+        return hidden.overhead([decisions[r.name] for r in self.residuals])
+
     def overhead(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step."""
         return self.whole.overhead([decisions[r.name] for r in self.residuals])
@@ -94,12 +105,24 @@ def items_of(
     """
     pinned = _pinned(residuals, target, pin)
     away = sum(r.bytes for r in residuals if pinned.get(r.name) is Decision.OFFLOAD)
+    hidden = _hidden(residuals, target)
     return Items(
-        problem=Problem(_items(residuals, target, pinned), 0.0, host_budget - away),
-        whole=Problem(_items(residuals, target, {}), 0.0),
+        problem=Problem(_items(residuals, target, pinned), 0.0, host_budget - away, *hidden),
+        whole=Problem(_items(residuals, target, {}), 0.0, math.inf, *hidden),
         residuals=tuple(residuals),
         pinned=pinned,
     )
+
+
+def _hidden(residuals: Sequence[Residual], target: Target) -> tuple[float, float]:
+    """Seconds of transfer, out and in, that compute is expected to hide; compiling tells.
+
+    A backward pass takes about twice a forward pass, which is what computing all residuals takes.
+    """
+    timed = [r for r in residuals if offload_refusal(r, target) is None]
+    hiding = [r for r in timed if r.loops or target.platform == "cuda"]
+    forward = sum(r.seconds for r in residuals if r.region in {h.region for h in hiding})
+    return HIDING * forward, HIDING * 2 * forward
 
 
 def _items(
@@ -118,7 +141,7 @@ def _items(
 
 def _item(r: Residual, sources: tuple[int, ...], target: Target, *, held: bool) -> Item:
     """One residual as an item; ``held`` leaves recomputing it as the only way."""
-    compiler = Compiler(target.platform)
+    compiler, rates = Compiler(target.platform), target.rates
     value = Value(r.shape, r.dtype, r.bytes // max(1, r.count))
     stacked = compiler.stacked_bytes(value, matmul_only=r.matmul_only)
     size = (stacked if r.loops else compiler.bytes(value)) * r.count
@@ -129,9 +152,10 @@ def _item(r: Residual, sources: tuple[int, ...], target: Target, *, held: bool) 
         seconds=r.seconds,
         sources=sources,
         needed=r.needed,
-        seconds_out=math.inf if closed else r.bytes / target.rates.device_to_host,
-        seconds_in=math.inf if closed else r.bytes / target.rates.host_to_device,
+        seconds_out=math.inf if closed else r.bytes / rates.device_to_host,
+        seconds_in=math.inf if closed else r.bytes / rates.host_to_device,
         host_bytes=r.bytes,
+        seconds_exposed=EXPOSED * r.bytes * (1 / rates.device_to_host + 1 / rates.host_to_device),
     )
 
 

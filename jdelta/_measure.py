@@ -6,11 +6,13 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, get_origin
 
 import jax
 
 from jdelta import _cache
+from jdelta._overlap import NO_TRANSFERS, Overlap, read_overlap
+from jdelta._stride import forward_fetches
 from jdelta._target import Target
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -60,6 +62,8 @@ class Measurement:
         refused: Whether the compiler refused the program as too large. All but ``peak`` and
             ``seconds`` are then zero.
         seconds: Time the compiler took; next to nothing when JAX had compiled the program before.
+        overlap: What the schedule hides of the transfers between device and host.
+        wrong_fetches: Instructions that fetch other rows from the host than the program asks for.
     """
 
     peak: int
@@ -72,6 +76,8 @@ class Measurement:
     host_outputs: int
     refused: bool
     seconds: float
+    overlap: Overlap = NO_TRANSFERS
+    wrong_fetches: tuple[str, ...] = ()
 
 
 def measure(
@@ -103,12 +109,12 @@ def measure(
     """
     options = dict(compiler_options or {})
     if not target.ahead_of_time:
-        return _compile(lowered, target.platform, options)
+        return _compile(lowered, target, options)
     name = _name(lowered, target, options)
     known = None if executable else _read(name)
     if known is not None:
         return None, known
-    compiled, measurement = _compile(lowered, target.platform, options)
+    compiled, measurement = _compile(lowered, target, options)
     _cache.write("measurements", name, dataclasses.asdict(measurement))
     return compiled, measurement
 
@@ -118,6 +124,7 @@ def _name(lowered: jax.stages.Lowered, target: Target, options: Mapping[str, Any
     return _cache.key(
         lowered.as_text(),
         target.name,
+        repr(target.rates),
         repr(sorted(options.items())),
         *(os.environ.get(flags, "") for flags in _FLAGS),
         *(str(getattr(jax.config, setting, "")) for setting in _SETTINGS),
@@ -134,14 +141,19 @@ def _version(package: str) -> str:
 
 def _read(name: str) -> Measurement | None:
     """The record of this name, if it has every field, each of its type."""
-    record = _cache.read("measurements", name) or {}
+    record: dict[str, Any] = dict(_cache.read("measurements", name) or {})
+    try:
+        record["overlap"] = Overlap.of_record(record["overlap"])
+        record["wrong_fetches"] = tuple(record["wrong_fetches"])
+    except (KeyError, TypeError):
+        return None
     types = {field.name: type(record.get(field.name)) for field in dataclasses.fields(Measurement)}
-    expected = {field.name: field.type for field in dataclasses.fields(Measurement)}
-    return Measurement(**cast(dict[str, Any], record)) if types == expected else None
+    expected = {f.name: get_origin(f.type) or f.type for f in dataclasses.fields(Measurement)}
+    return Measurement(**record) if types == expected else None
 
 
 def _compile(
-    lowered: jax.stages.Lowered, platform: str, options: dict[str, str | bool]
+    lowered: jax.stages.Lowered, target: Target, options: dict[str, str | bool]
 ) -> tuple[jax.stages.Compiled | None, Measurement]:
     start = time.perf_counter()
     try:
@@ -151,7 +163,7 @@ def _compile(
         if needed is None:
             raise
         return None, _refused(needed, time.perf_counter() - start)
-    return compiled, _measured(compiled, platform, time.perf_counter() - start)
+    return compiled, _measured(compiled, target, time.perf_counter() - start)
 
 
 def needed_bytes(message: str) -> int | None:
@@ -179,7 +191,7 @@ def _refused(needed: int, seconds: float) -> Measurement:
     )
 
 
-def _measured(compiled: jax.stages.Compiled, platform: str, seconds: float) -> Measurement:
+def _measured(compiled: jax.stages.Compiled, target: Target, seconds: float) -> Measurement:
     stats: Any = compiled.memory_analysis()
     total: int = (
         stats.argument_size_in_bytes
@@ -188,7 +200,7 @@ def _measured(compiled: jax.stages.Compiled, platform: str, seconds: float) -> M
         + stats.temp_size_in_bytes
     )
     return Measurement(
-        peak=_peak(stats, total, platform),
+        peak=_peak(stats, total, target.platform),
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
@@ -198,7 +210,17 @@ def _measured(compiled: jax.stages.Compiled, platform: str, seconds: float) -> M
         host_outputs=stats.host_output_size_in_bytes,
         refused=False,
         seconds=seconds,
+        **_transfers(compiled, target, stats.host_temp_size_in_bytes),
     )
+
+
+def _transfers(compiled: jax.stages.Compiled, target: Target, host_bytes: int) -> dict[str, Any]:
+    """What the schedule says of transfers; not asked for where there are none to be expected."""
+    if not host_bytes:
+        return {}
+    text = compiled.as_text() or ""
+    wrong = forward_fetches(text) if target.platform == "cuda" else ()
+    return {"overlap": read_overlap(text, target.rates), "wrong_fetches": tuple(wrong)}
 
 
 def _peak(stats: Any, total: int, platform: str) -> int:

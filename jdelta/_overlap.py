@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from jdelta._chips import Rates
 from jdelta._hlo import HOST, Computation, Instruction, Module, parse
@@ -55,6 +56,11 @@ class Overlap:
     transfers: tuple[Transfer, ...]
     compute: float
 
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Overlap:
+        """The overlap that ``dataclasses.asdict`` turned into ``record``."""
+        return cls(tuple(Transfer(**t) for t in record["transfers"]), float(record["compute"]))
+
     @property
     def bytes_out(self) -> int:
         """Bytes moved from device to host."""
@@ -76,6 +82,11 @@ class Overlap:
         return sum(t.trips * t.seconds for t in self._going("in"))
 
     @property
+    def exposed(self) -> float:
+        """Seconds that compute waits for transfers, both ways together."""
+        return self.exposed_out + self.exposed_in
+
+    @property
     def exposed_out(self) -> float:
         """Seconds that compute waits for transfers from device to host."""
         return sum(t.trips * t.exposed for t in self._going("out"))
@@ -89,11 +100,15 @@ class Overlap:
     def hidden(self) -> float:
         """Share of the seconds on the link that run behind compute; 1 without transfers."""
         total = self.seconds_out + self.seconds_in
-        exposed = min(total, self.exposed_out + self.exposed_in)  # up to rounding
+        exposed = min(total, self.exposed)  # up to rounding
         return 1.0 - exposed / total if total else 1.0
 
     def _going(self, direction: str) -> Iterator[Transfer]:
         return (transfer for transfer in self.transfers if transfer.direction == direction)
+
+
+NO_TRANSFERS = Overlap((), 0.0)
+"""Of a program that keeps nothing on the host; its compute is not read."""
 
 
 def read_overlap(text: str, rates: Rates) -> Overlap:

@@ -19,6 +19,7 @@ from jdelta._emit import Step, compiler_options, emit
 from jdelta._errors import BudgetError, PlanMismatchError, TargetError
 from jdelta._items import items_of
 from jdelta._measure import Measurement, measure
+from jdelta._overlap import Overlap
 from jdelta._planner import Found, Search
 from jdelta._policy import Policy
 from jdelta._residual import Residual, residuals
@@ -51,10 +52,12 @@ class Plan:
         compiled_peak: Peak of the compiled program (arguments, results and temporaries, less
             aliasing), bytes per device, as the target's compiler gives it.
         host_bytes: Bytes of temporaries in pinned host memory in the compiled program.
+        overlap: What the compiled schedule hides of the transfers, by the target's rates.
         floor: Least peak that recomputing everything reaches, bytes; that of the plain step where
             the plain step fits.
         ceiling: Peak of the plain step, bytes: compiled where it was compiled, else predicted.
-        overhead: Predicted seconds that recompute and transfers add to a step.
+        overhead: Predicted seconds that recompute, and transfers as far as the compiled schedule
+            exposes them, add to a step.
         step_seconds: Predicted seconds of the plain step.
         result: How the search ended, and what to do about it.
         compiles: Programs compiled to find the plan (those known from the disk cache included).
@@ -70,6 +73,7 @@ class Plan:
     predicted_peak: int
     compiled_peak: int
     host_bytes: int
+    overlap: Overlap = field(repr=False)
     floor: int
     ceiling: int
     overhead: float
@@ -394,6 +398,7 @@ def _plan(
         predicted_peak=best.predicted,
         compiled_peak=best.peak,
         host_bytes=measurement.host,
+        overlap=measurement.overlap,
         floor=result.floor,
         ceiling=result.ceiling,
         overhead=best.overhead,
@@ -454,10 +459,20 @@ def _summary(plan: Plan) -> str:
         "compiled peak": f"{format_bytes(plan.compiled_peak)} "
         f"(predicted {format_bytes(plan.predicted_peak)}; "
         f"floor {format_bytes(plan.floor)}, plain step {format_bytes(plan.ceiling)})",
-        "on the host": format_bytes(plan.host_bytes),
+        "on the host": _on_the_host(plan),
         "overhead": f"{format_seconds(plan.overhead)} on a step of "
         f"{format_seconds(plan.step_seconds)} (predicted, "
         f"{100 * plan.overhead / (plan.step_seconds or 1):.1f} %)",
         "result": plan.result,
     }
     return "\n".join(f"{label:<14}{text}" for label, text in lines.items())
+
+
+def _on_the_host(plan: Plan) -> str:
+    if not plan.host_bytes:
+        return format_bytes(0)
+    seconds = plan.overlap.seconds_out + plan.overlap.seconds_in
+    return (
+        f"{format_bytes(plan.host_bytes)}; {format_seconds(seconds)} of transfers, "
+        f"{plan.overlap.hidden:.0%} of it behind compute (read in the compiled schedule)"
+    )

@@ -19,6 +19,7 @@ from jdelta._items import Items
 from jdelta._measure import Measurement, measure
 from jdelta._peak import Timeline
 from jdelta._policy import Policy
+from jdelta._residual import Residual
 from jdelta._solution import Outcome
 from jdelta._solver.base import Solver
 
@@ -141,13 +142,17 @@ class Search:
             if candidate.decisions == best.decisions:
                 break
             candidate = self._compile(candidate)
-            if self._missing_on_host(candidate):
+            if self._offload_failed(candidate):
                 self.items = self.items.without_offload()
-            elif candidate.peak > bound:
+                continue
+            quicker_near = self._better_without_offload(candidate)
+            if quicker_near:
+                self.items = self.items.without_offload()
+            if candidate.peak > bound:
                 goal = bound - (candidate.peak - bound) // 4 - bound // 200
             elif candidate.overhead <= best.overhead:
                 best = candidate
-                if candidate.peak >= GOOD_USE * bound:
+                if candidate.peak >= GOOD_USE * bound and not quicker_near:
                     break
         return self._compile(known) if known and known.overhead < best.overhead else best
 
@@ -214,30 +219,44 @@ class Search:
         if candidate.decisions is not None:
             self._points.append((candidate.emission.timeline.peak, measurement.peak))
         candidate = replace(candidate, measurement=measurement, compiled=compiled)
-        if candidate.emission.policy is not None and not self._missing_on_host(candidate):
+        if candidate.decisions is not None and measurement.host:
+            recompute = self.items.recompute_seconds(candidate.decisions)
+            candidate = replace(candidate, overhead=recompute + measurement.overlap.exposed)
+        if candidate.emission.policy is not None and not self._offload_failed(candidate):
             self._known[candidate.emission.policy] = candidate.overhead, measurement.peak
         return candidate
 
-    def _missing_on_host(self, candidate: Candidate) -> bool:
-        """Whether the compiled program holds less on the host than the plan puts there.
+    def _offload_failed(self, candidate: Candidate) -> bool:
+        """Whether the compiled program does not offload what the plan does, or does it wrong.
 
         Raises:
-            OffloadError: It does, and the user asked for it.
+            OffloadError: It does not, and the user asked for it.
         """
         decisions, measurement = candidate.decisions, candidate.measurement
         assert decisions is not None
         assert measurement is not None
         away = [r for r in self.items.residuals if decisions[r.name] is Decision.OFFLOAD]
         planned = sum(r.bytes for r in away)
-        if measurement.refused or measurement.host >= _SURELY_THERE * planned:
+        wrong = measurement.wrong_fetches
+        if measurement.refused or (measurement.host >= _SURELY_THERE * planned and not wrong):
             return False
         if any(r.name in self.items.pinned for r in away):
-            raise OffloadError(
-                f"The plan puts {format_bytes(planned)} on the host "
-                f"({', '.join(r.name for r in away[:5])}), but the compiled program holds "
-                f"{format_bytes(measurement.host)} there. Take these out of pin=."
-            )
+            raise OffloadError(_wrong(wrong) if wrong else _missing(away, planned, measurement))
         return True
+
+    def _better_without_offload(self, candidate: Candidate) -> bool:
+        """Whether recompute alone is quicker than transfers as exposed as the compiler has them."""
+        decisions, near = candidate.decisions, self.items.without_offload()
+        assert decisions is not None
+        if near.problem == self.items.problem or Decision.OFFLOAD not in decisions.values():
+            return False
+        kept = sum(
+            item.bytes
+            for item in self.items.problem.items
+            if decisions[item.name] is Decision.SAVE
+        )
+        solution = self.solver.solve(replace(near.problem, capacity=kept))
+        return self.items.overhead(near.decisions(solution.decisions)) < candidate.overhead
 
     def _predict(self, emission: Emission) -> int:
         """Simulated peak, corrected by what was compiled."""
@@ -269,6 +288,21 @@ def _fixed_bytes(graph: Graph, step: Step) -> int:
 
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _missing(away: Sequence[Residual], planned: int, measurement: Measurement) -> str:
+    return (
+        f"The plan puts {format_bytes(planned)} on the host "
+        f"({', '.join(r.name for r in away[:5])}), but the compiled program holds "
+        f"{format_bytes(measurement.host)} there. Take these out of pin=."
+    )
+
+
+def _wrong(fetches: Sequence[str]) -> str:
+    return (
+        f"The compiled program reads {', '.join(fetches[:3])} back from the host in the wrong "
+        "order, so gradients would be wrong. Upgrade jaxlib, or pin nothing to the host."
+    )
 
 
 def _too_small(bound: int, floor: Candidate) -> BudgetError:

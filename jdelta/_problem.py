@@ -27,6 +27,8 @@ class Item:
         seconds_out: Seconds of device-to-host transfer if offloaded; ``inf`` forbids offload.
         seconds_in: Seconds of host-to-device transfer if offloaded; ``inf`` forbids offload.
         host_bytes: Host bytes it takes if offloaded.
+        seconds_exposed: Seconds that its transfers add to the step even where there is compute to
+            hide them: no schedule fits without a gap.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Item:
     seconds_out: float = math.inf
     seconds_in: float = math.inf
     host_bytes: float = 0.0
+    seconds_exposed: float = 0.0
 
     @property
     def offloadable(self) -> bool:
@@ -83,6 +86,7 @@ class Problem:
             if computed:
                 seconds += item.seconds
             elif decision is Decision.OFFLOAD:
+                seconds += item.seconds_exposed
                 out += item.seconds_out
                 into += item.seconds_in
         return seconds + max(0.0, out - self.hidden_out) + max(0.0, into - self.hidden_in)

@@ -31,8 +31,12 @@ from jdelta._chips import Rates
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop
 
-TIMED = frozenset({"cuda"})
-"""Platforms whose compiler needs transfers timed: the TPU's undoes offload behind barriers."""
+TIMED = frozenset({"cuda", "tpu"})
+"""Platforms whose compiler leaves transfers exposed unless they are timed."""
+
+TIED = frozenset({"cuda"})
+"""Platforms where units are tied and forward loops write late: a TPU undoes offload behind
+barriers, and runs copies to the host beside compute by itself."""
 
 MOST_AHEAD = 3
 """Units that a transfer may be ahead of its use, or lag behind its producer."""
@@ -82,7 +86,8 @@ class _Timing:
 
     def __post_init__(self) -> None:
         self.eqns = list(_jax.open_jaxpr(self.program).eqns)
-        self.units = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
+        shielded = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
+        self.units = shielded if self.clock.platform in TIED else []
         self.fetches = self._fetches()
         self.ties = self._ties()
         self.late = self._late()
@@ -128,6 +133,8 @@ class _Timing:
         return ties
 
     def _late(self) -> frozenset[Var]:
+        if self.clock.platform not in TIED:
+            return frozenset()
         readers: dict[Var, list[Eqn]] = defaultdict(list)
         for eqn in self.eqns:
             for v in filter(_jax.is_var, eqn.invars):

@@ -82,10 +82,11 @@ def _seconds(problem: Problem, solution: Solution) -> float:
         for item, decision in zip(problem.items, solution.decisions, strict=True)
         if decision is Decision.OFFLOAD
     ]
+    bare = math.fsum(item.seconds_exposed for item in moved)
     late_out = math.fsum(item.seconds_out for item in moved) - problem.hidden_out
     late_in = math.fsum(item.seconds_in for item in moved) - problem.hidden_in
     again = math.fsum(problem.items[index].seconds for index in _again(problem, solution))
-    return again + max(late_out, 0.0) + max(late_in, 0.0)
+    return again + bare + max(late_out, 0.0) + max(late_in, 0.0)
 
 
 def _again(problem: Problem, solution: Solution) -> set[int]:

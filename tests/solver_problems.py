@@ -94,7 +94,8 @@ def problems(draw: st.DrawFn, most: int = 7, link: bool = True) -> Problem:
         )
         sources = tuple(sorted(sources))
         needed = draw(st.integers(0, 3)) > 0
-        items.append(Item(f"x{index}", size, draw(AMOUNTS), sources, needed, out, into, size))
+        again, bare = draw(AMOUNTS), draw(st.sampled_from([0.0, 0.5]))
+        items.append(Item(f"x{index}", size, again, sources, needed, out, into, size, bare))
     total = sum(item.bytes for item in items)
     return Problem(
         tuple(items),

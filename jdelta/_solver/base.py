@@ -4,7 +4,7 @@ import abc
 import math
 
 from jdelta._decision import Decision
-from jdelta._problem import Problem
+from jdelta._problem import Item, Problem
 from jdelta._solution import Outcome, Solution
 
 
@@ -45,10 +45,18 @@ class Solver(abc.ABC):
         """Solve a problem whose capacities are at least zero."""
 
 
+def _amounts(item: Item) -> tuple[tuple[str, float], ...]:
+    return (
+        ("bytes", item.bytes),
+        ("seconds", item.seconds),
+        ("seconds_exposed", item.seconds_exposed),
+    )
+
+
 def _check(problem: Problem) -> None:
     """Refuse items that no solver can reckon with."""
     for index, item in enumerate(problem.items):
-        for field, amount in (("bytes", item.bytes), ("seconds", item.seconds)):
+        for field, amount in _amounts(item):
             if not 0 <= amount < math.inf:
                 raise ValueError(
                     f"item {item.name!r}: {field} must be finite and not negative; got {amount}"

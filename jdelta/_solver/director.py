@@ -65,19 +65,23 @@ class Director:
         out = np.full(states, -float(self.problem.hidden_out))
         into = np.full(states, -float(self.problem.hidden_in))
         host = np.full(states, float(self.problem.host_capacity))
+        bare = np.zeros(states)
         for index in self.order:
             item, row = self.problem.items[index], codes[index]
             wished = row == OFFLOAD
             taken = wished & (host >= item.host_bytes)
             row[wished & ~taken] = SAVE
             _move(taken, (out, item.seconds_out), (into, item.seconds_in), (host, -item.host_bytes))
+            bare += taken * item.seconds_exposed
         for index in self.order:
             item, row = self.problem.items[index], codes[index]
             late = _late(out, item.seconds_out) + _late(into, item.seconds_in)
+            late += item.seconds_exposed
             taken = (late <= prices * item.bytes) & (row == SAVE) & (host >= item.host_bytes)
             row[taken] = OFFLOAD
             _move(taken, (out, item.seconds_out), (into, item.seconds_in), (host, -item.host_bytes))
-        return np.maximum(out, 0.0) + np.maximum(into, 0.0)
+            bare += taken * item.seconds_exposed
+        return np.maximum(out, 0.0) + np.maximum(into, 0.0) + bare
 
     def _recompute(self, codes: Codes) -> tuple[Numbers, Numbers]:
         """Saved bytes, and seconds of recompute, of each state."""

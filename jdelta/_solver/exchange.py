@@ -50,6 +50,7 @@ class Exchange:
         self.host = np.array([item.host_bytes for item in items], dtype=float)
         self.movable = np.array([item.offloadable for item in items], dtype=bool)
         self.out = np.array([item.seconds_out if item.offloadable else 0.0 for item in items])
+        self.bare = np.array([item.seconds_exposed for item in items], dtype=float)
         self.into = np.array([item.seconds_in if item.offloadable else 0.0 for item in items])
 
     def propose(self, frontier: Frontier, gap: Gap) -> list[Codes]:
@@ -116,8 +117,8 @@ class Exchange:
 
     def _exposure(self, codes: Codes) -> tuple[Numbers, Numbers]:
         """Exposed seconds that offloading each item would add, and that bringing it back saves."""
-        enter, leave = np.zeros(len(codes)), np.zeros(len(codes))
         moved = codes == OFFLOAD
+        enter, leave = self.bare.copy(), self.bare * moved
         directions = ((self.out, self.problem.hidden_out), (self.into, self.problem.hidden_in))
         for seconds, hidden in directions:
             late = float(seconds[moved].sum()) - hidden

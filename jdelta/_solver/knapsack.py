@@ -133,7 +133,7 @@ def _single_items(chains: Chains) -> list[Codes]:
 
 def _transfer(problem: Problem) -> Numbers:
     """Seconds of offloading each item when none are hidden; ``inf`` where it may not be."""
-    seconds = [item.seconds_out + item.seconds_in for item in problem.items]
+    seconds = [i.seconds_out + i.seconds_in + i.seconds_exposed for i in problem.items]
     return np.where([item.offloadable for item in problem.items], seconds, math.inf)
 
 

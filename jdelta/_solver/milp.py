@@ -28,7 +28,7 @@ class Milp(Solver):
     ``i`` has binaries ``s_i`` (save) and ``o_i`` (offload) and a continuous ``r_i`` in [0, 1]
     (computed again); ``x_out`` and ``x_in`` are exposed seconds::
 
-        minimise    sum_i seconds_i r_i + x_out + x_in
+        minimise    sum_i (seconds_i r_i + seconds_exposed_i o_i) + x_out + x_in
         subject to  s_i + o_i <= 1
                     r_i >= 1 - s_i - o_i                      for each needed i
                     r_j >= r_i - s_j - o_j                    for each source j of i
@@ -118,7 +118,12 @@ class _Programme:
         """
         items, size = self.problem.items, self.size
         result = scipy.optimize.milp(
-            [0.0] * (2 * size) + [item.seconds * self.second for item in items] + [1.0, 1.0],
+            [
+                *[0.0] * size,
+                *[item.seconds_exposed * self.second for item in items],
+                *[item.seconds * self.second for item in items],
+                *[1.0, 1.0],
+            ],
             integrality=[1] * (2 * size) + [0] * (size + 2),
             bounds=scipy.optimize.Bounds(0.0, self.upper),  # pyright: ignore[reportArgumentType]
             constraints=self._constraints(),
