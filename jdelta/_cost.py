@@ -14,7 +14,7 @@ from typing import Any
 
 from jdelta._chips import Rates
 from jdelta._fusion import Compiler, storage
-from jdelta._graph import Graph, Operation
+from jdelta._graph import BARRIER, Graph, Operation
 from jdelta._primitives import CHEAP, FREE, MATMULS, VIEWS
 
 _RULES: dict[str, Callable[[Graph, Operation], float]] = {}
@@ -91,7 +91,7 @@ def operation_seconds(
     """
     if op.body is not None:
         return op.trips * program_seconds(op.body, rates, platform)
-    if op.primitive in VIEWS or op.primitive in FREE:
+    if op.primitive in VIEWS or op.primitive in FREE or op.primitive == BARRIER:
         return 0.0
     rule = _RULES.get(op.primitive)
     work = rule(graph, op) if rule else _default_work(graph, op)
