@@ -116,8 +116,8 @@ def planned(case: Case, plan: jdelta.Plan) -> Program:
     return Program(emission.timeline.graph, emission.lower, where)
 
 
-def plan(case: Case, budget: int, target: str) -> tuple[Row, jdelta.Plan | None]:
-    """Plans the step of a case, built with `jdelta.remat`, to a budget in bytes.
+def plan(case: Case, budget: float, target: str) -> tuple[Row, jdelta.Plan | None]:
+    """Plans the step of a case, built with `jdelta.remat`, to a budget: bytes or a share.
 
     Returns:
         What is known of the plan, as a part of a row, and the plan; only the error and the floor if

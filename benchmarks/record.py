@@ -69,15 +69,16 @@ def run(
 
 
 def parser(
-    doc: str | None, steps: Iterable[str], targets: Iterable[str]
+    doc: str | None, steps: Iterable[str], targets: Iterable[str] | None = None
 ) -> argparse.ArgumentParser:
-    """The options that all scripts have."""
+    """The options that all scripts have; `--target` where there are `targets`."""
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    chosen = {"action": "append", "metavar": "NAME"}
+    chosen: dict[str, Any] = {"action": "append", "metavar": "NAME"}
     made.add_argument("--step", choices=steps, help=f"default: {', '.join(steps)}", **chosen)
-    made.add_argument("--target", help=f"default: {', '.join(targets)}", **chosen)
+    if targets:
+        made.add_argument("--target", help=f"default: {', '.join(targets)}", **chosen)
     made.add_argument("--json", type=Path, help="file to resume from and to write all rows to")
     return made
 
