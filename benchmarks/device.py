@@ -209,9 +209,11 @@ def cells(r: Row) -> list[str]:
     return [r["step"], r["variant"], *map(mib, sizes), *times]
 
 
-def agreement(rows: list[Row]) -> float:
-    """Kendall's tau of measured and predicted seconds of one step's variants."""
+def agreement(rows: list[Row]) -> float | None:
+    """Kendall's tau of measured and predicted seconds of one step's variants; None for one."""
     ran = [r for r in rows if "seconds" in r]
+    if len(ran) < 2:
+        return None
     measured = [statistics.median(r["seconds"]) for r in ran]
     return float(kendalltau(measured, [r["price"]["seconds"] for r in ran]).statistic)
 
@@ -222,7 +224,8 @@ def report(rows: list[Row]) -> None:
     record.show("measured on the device", HEADS, map(cells, of_steps))
     for step in dict.fromkeys(r["step"] for r in of_steps):
         tau = agreement([r for r in of_steps if r["step"] == step])
-        print(f"{step}: order of the variants predicted with Kendall's tau {tau:.2f}")
+        if tau is not None:
+            print(f"{step}: order of the variants predicted with Kendall's tau {tau:.2f}")
 
 
 def kind(platform: str) -> str:
@@ -232,17 +235,20 @@ def kind(platform: str) -> str:
 
 def jobs(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What to measure."""
-    return [{"platform": options.platform, "what": "rates"}] + [
-        {"platform": options.platform, "what": "step", "step": step, "variant": variant}
+    rates = [] if options.no_rates else [{"what": "rates"}]
+    of_steps = [
+        {"what": "step", "step": step, "variant": variant}
         for step in options.step or steps.STEPS
         for variant in options.variant or VARIANTS
     ]
+    return [{"platform": options.platform, **job} for job in rates + of_steps]
 
 
 def main() -> None:
     parser = record.parser(__doc__, steps.STEPS)
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu", help="default: gpu")
     parser.add_argument("--variant", action="append", choices=VARIANTS, metavar="NAME")
+    parser.add_argument("--no-rates", action="store_true", help="measure steps only")
     options = parser.parse_args()
     alone = {"max_workers": 1, "max_tasks_per_child": 1}
     with ProcessPoolExecutor(**alone, mp_context=multiprocessing.get_context("spawn")) as pool:

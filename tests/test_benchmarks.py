@@ -204,8 +204,8 @@ def test_the_largest_batch_is_bracketed(most):
 
 
 def test_largest_batch_by_every_method(monkeypatch):
-    monkeypatch.setattr(max_batch, "RESOLUTION", 4)
-    jobs = [{**STEP, "method": method, "memory": "5MiB"} for method in max_batch.METHODS]
+    monkeypatch.setattr(max_batch, "RESOLUTION", 1)  # double only
+    jobs = [{**STEP, "method": method, "memory": "8MiB"} for method in max_batch.METHODS]
     rows = [{**job, **max_batch.row(**job)} for job in jobs]
     batch = {r["method"]: r["batch"] for r in rows}
     assert 2 <= batch["plain"] <= batch["plan 10%"] <= batch["plan"]
