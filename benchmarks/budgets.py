@@ -10,20 +10,13 @@ A row that is already in the JSON file is not run again, so an interrupted run r
 `--json benchmarks/results/budgets-tpu-v5e.json --markdown` prints the README's table.
 """
 
-import argparse
-import json
-import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
-import jax
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
 import jdelta
+from benchmarks import programs, record
 from benchmarks.models import build
+from benchmarks.record import Row, mib, share
 
 STEPS: dict[str, dict[str, Any]] = {
     "mlp": {"name": "mlp", "batch": 32768},
@@ -38,82 +31,42 @@ SHARES = (0.8, 0.6, 0.5, 0.4)
 TARGETS = ("tpu:v5e:2x2", "cuda:h100")
 
 
-def row(step: str, target: str, share: float) -> dict[str, Any]:
+def row(step: str, target: str, share: float) -> Row:
     """Plan one step to one budget."""
     case = build(**STEPS[step], remat=jdelta.remat)
     start = time.perf_counter()
-    record: dict[str, Any] = {"step": step, "target": target, "share": share}
     try:
         plan = jdelta.plan(
             case.step, share, case.state, case.batch, target=target, donate_argnums=0
         )
     except jdelta.BudgetError as error:
-        record |= {"floor": error.floor, "error": str(error)}
+        figures = {"floor": error.floor, "error": str(error)}
     else:
-        kept = sum(d is not jdelta.Decision.RECOMPUTE for d in plan.decisions.values())
-        record |= {
-            "budget": plan.budget,
-            "predicted_peak": plan.predicted_peak,
-            "compiled_peak": plan.compiled_peak,
-            "host_bytes": plan.host_bytes,
-            "floor": plan.floor,
-            "ceiling": plan.ceiling,
-            "overhead": plan.overhead,
-            "step_seconds": plan.step_seconds,
-            "compiles": plan.compiles,
-            "kept": kept,
-            "residuals": len(plan.decisions),
-        }
-    record |= {"seconds": time.perf_counter() - start, "jax": jax.__version__, "commit": _commit()}
-    return record
+        figures = programs.of_plan(plan)
+    return {**figures, "seconds": time.perf_counter() - start}
 
 
-def _commit() -> str:
-    """The revision of jdelta that makes a row; `+` marks changes that are not committed."""
-    command = ["git", "describe", "--always", "--dirty=+"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip()
+HEADS = "step target budget plain floor predicted compiled error use overhead compiles".split()
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the rows as a table; sizes in MiB."""
-    table = Table(title="compiled peak against budget (MiB per device)")
-    for head in (
-        "step",
-        "target",
-        "budget",
-        "plain",
-        "floor",
-        "predicted",
-        "compiled",
-        "error",
-        "use",
-        "overhead",
-        "compiles",
-    ):
-        table.add_column(head, justify="left" if head in ("step", "target") else "right")
-    for r in rows:
-        floor = f"{(r['floor'] or 0) / 2**20:.0f}"
-        if "error" in r:
-            cells = ["-", floor, "-", "below floor", "-", "-", "-", "-"]
-        else:
-            off = r["predicted_peak"] / r["compiled_peak"] - 1
-            cells = [
-                f"{r['ceiling'] / 2**20:.0f}",
-                floor,
-                f"{r['predicted_peak'] / 2**20:.0f}",
-                f"{r['compiled_peak'] / 2**20:.0f}",
-                f"{off:+.1%}",
-                f"{r['compiled_peak'] / r['budget']:.1%}",
-                f"{r['overhead'] / r['step_seconds']:.1%}",
-                str(r["compiles"]),
-            ]
-        budget = f"{r['budget'] / 2**20:.0f}" if "budget" in r else f"{r['share']:.0%}"
-        table.add_row(r["step"], r["target"], budget, *cells)
-    Console(width=140).print(table)
+def cells(r: Row) -> list[str]:
+    """One line of the table; sizes in MiB."""
+    if "error" in r:
+        budget, rest = f"{r['share']:.0%}", ["-", mib(r["floor"]), "-", "below floor", *"----"]
+    else:
+        budget = mib(r["budget"])
+        sizes = [r["ceiling"], r["floor"], r["predicted_peak"], r["compiled_peak"]]
+        rest = [
+            *map(mib, sizes),
+            f"{r['predicted_peak'] / r['compiled_peak'] - 1:+.1%}",
+            share(r["compiled_peak"], r["budget"]),
+            share(r["overhead"], r["step_seconds"]),
+            str(r["compiles"]),
+        ]
+    return [r["step"], r["target"], budget, *rest]
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
+def markdown(rows: list[Row]) -> str:
     """The rows as the README shows them: sizes in MiB, one line a step and target."""
     lines = [
         "| step | target | plain | floor | " + " | ".join(f"{s:.0%}" for s in SHARES) + " |",
@@ -129,7 +82,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _cell(r: dict[str, Any] | None) -> str:
+def _cell(r: Row | None) -> str:
     """Compiled peak, its prediction's error and the predicted overhead of one plan."""
     if r is None:
         return "not run"
@@ -140,36 +93,21 @@ def _cell(r: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--step", action="append", choices=STEPS, help="default: all")
-    parser.add_argument("--target", action="append", help="default: " + ", ".join(TARGETS))
+    parser = record.parser(__doc__, STEPS, TARGETS)
     parser.add_argument("--share", action="append", type=float, help="default: 0.8 0.6 0.5 0.4")
-    parser.add_argument("--json", type=Path, help="file to resume from and to write all rows to")
     parser.add_argument("--markdown", action="store_true", help="print what the file has; run none")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    if options.json and options.json.exists():
-        rows = json.loads(options.json.read_text())
     if options.markdown:
-        print(markdown(rows))
+        print(markdown(record.load(options.json)))
         return
-    done = {(r["step"], r["target"], r["share"]) for r in rows}
-    todo = [
-        (step, target, share)
+    jobs = [
+        {"step": step, "target": target, "share": share}
         for target in options.target or TARGETS
         for step in options.step or STEPS
         for share in options.share or SHARES
-        if (step, target, share) not in done
     ]
-    with Progress() as progress:
-        task = progress.add_task("planning", total=len(todo))
-        for step, target, share in todo:
-            progress.update(task, description=f"{step} on {target} at {share:.0%}")
-            rows.append(row(step, target, share))
-            if options.json:
-                options.json.write_text(json.dumps(rows, indent=1) + "\n")
-            progress.advance(task)
-    show(rows)
+    rows = record.run(jobs, row, options.json)
+    record.show("compiled peak against budget (MiB per device)", HEADS, map(cells, rows))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 from jdelta._chips import Rates
 from jdelta._fusion import Compiler, storage
-from jdelta._graph import TRANSFER, Graph, Operation
+from jdelta._graph import BARRIER, TRANSFER, Graph, Operation
 from jdelta._primitives import CHEAP, FREE, MATMULS, VIEWS
 
 _RULES: dict[str, Callable[[Graph, Operation], float]] = {}
@@ -66,6 +66,9 @@ def _linear_algebra(graph: Graph, op: Operation) -> float:
     return 2.0 * math.prod(shape) * shape[-1]
 
 
+_NOTHING = VIEWS | FREE | {BARRIER, TRANSFER}
+"""Take no time; transfers are priced by the link, elsewhere."""
+
 _PARTIAL_READS = frozenset({"slice", "dynamic_slice", "gather"})
 
 
@@ -91,8 +94,8 @@ def operation_seconds(
     """
     if op.body is not None:
         return op.trips * program_seconds(op.body, rates, platform)
-    if op.primitive in VIEWS or op.primitive in FREE or op.primitive == TRANSFER:
-        return 0.0  # transfers are priced by the link, not here
+    if op.primitive in _NOTHING:
+        return 0.0
     rule = _RULES.get(op.primitive)
     work = rule(graph, op) if rule else _default_work(graph, op)
     arithmetic = work / (

@@ -73,11 +73,11 @@ def _policy_record(policy: Policy) -> dict[str, Any]:
 def _read(field: dataclasses.Field[Any], value: Any) -> Any:
     if field.name == "residuals":
         return tuple(Residual(**{k: _tuples(v) for k, v in row.items()}) for row in value)
+    if field.name == "overlap":
+        return Overlap.of_record(value)
     if field.name == "policy" and value is not None:
         names = {k: frozenset[str](value[k]) for k in ("saved", "offloaded", "recomputed")}
         return Policy(**names, regions=_tuples(value["regions"]))
-    if field.name == "overlap":
-        return Overlap.of_record(value)
     expected = _SCALARS.get(str(field.type))
     if expected and not isinstance(value, expected):
         raise ValueError(f"{field.name}: expected {field.type}, got {value!r}")

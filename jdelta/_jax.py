@@ -23,7 +23,7 @@ Eqn: TypeAlias = Any
 Var: TypeAlias = Any
 Atom: TypeAlias = Any
 
-CALLS = frozenset({"pjit", "jit", "closed_call", "core_call", "remat", "remat2", "checkpoint"})
+CALLS = frozenset("pjit jit closed_call core_call eval_jaxpr remat remat2 checkpoint".split())
 """Primitives whose body may be inlined without changing a value or any of its derivatives."""
 
 session_context: Any = jax.make_user_context(None)

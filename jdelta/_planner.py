@@ -251,9 +251,7 @@ class Search:
         if near.problem == self.items.problem or Decision.OFFLOAD not in decisions.values():
             return False
         kept = sum(
-            item.bytes
-            for item in self.items.problem.items
-            if decisions[item.name] is Decision.SAVE
+            item.bytes for item in self.items.problem.items if decisions[item.name] is Decision.SAVE
         )
         solution = self.solver.solve(replace(near.problem, capacity=kept))
         return self.items.overhead(near.decisions(solution.decisions)) < candidate.overhead

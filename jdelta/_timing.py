@@ -237,7 +237,8 @@ class _Evaluation:
             self.device[v] if _is_host(v) and v in self.device else x
             for v, x in zip(eqn.invars, _jax.read(env, eqn.invars), strict=True)
         ]
-        env.update(zip(eqn.outvars, _jax.evaluate(body, *lax.optimization_barrier(inputs)), strict=True))
+        results = _jax.evaluate(body, *lax.optimization_barrier(inputs))
+        env.update(zip(eqn.outvars, results, strict=True))
         used = [v for v in eqn.outvars if v in self.read]
         if used:
             _tie((*used, *self.timing.fetches.get(number + 1, ())), env)

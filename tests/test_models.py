@@ -1,5 +1,6 @@
 """The benchmark models have the published sizes, train, and are the same under any decorator."""
 
+import dataclasses
 import functools
 import math
 
@@ -26,6 +27,8 @@ COUNTS = {
     "vit-l": 304_326_632,
     "llama": 1_100_048_384,
     "llama3-8b": 8_030_261_248,
+    "mixtral-8x7b": 46_702_792_704,
+    "t5-large": 737_668_096,
 }
 
 # One of every family, scanned where it can be, for speed; nano is the unrolled one.
@@ -36,6 +39,8 @@ TRAINED = [
     ("vit-b", True),
     ("mlp", False),
     ("llama", True),
+    ("mixtral", False),
+    ("t5-large", True),
 ]
 RECOMPUTED = [
     ("nano", False),
@@ -43,8 +48,10 @@ RECOMPUTED = [
     ("resnet50", False),
     ("mlp", False),
     ("llama", True),
+    ("mixtral", True),
+    ("t5-large", True),
 ]
-SCANNED = ["nano", "bert-base", "vit-b", "llama"]
+SCANNED = ["nano", "bert-base", "vit-b", "llama", "mixtral", "t5-large"]
 
 
 def fast(function):
@@ -105,7 +112,7 @@ def test_loss_falls(name, scan):
 
 def quiet(name):
     """Options that turn dropout off where there is any, so that few steps show progress."""
-    return {} if name in {"resnet50", "mlp", "llama"} else {"dropout": 0.0}
+    return {} if name in {"resnet50", "mlp", "llama", "mixtral"} else {"dropout": 0.0}
 
 
 @pytest.mark.parametrize(("name", "scan"), RECOMPUTED)
@@ -127,6 +134,24 @@ def test_scan_changes_nothing():
     np.testing.assert_allclose(fast(scanned.loss)(stacked, batch), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_span_changes_nothing(name):
+    options = {"small": True, "scan": True, **quiet(name)}
+    plain = models.build(name, **options)
+    nested = models.build(name, **options, span=2, remat=models.checkpoint(name))
+    assert str(jax.make_jaxpr(nested.loss)(nested.state, nested.batch)).count("remat2") == 2
+    state, batch = draw(name, True)
+    loss, grads = fast(plain.grads)(state, batch)
+    grouped = state._replace(params=shaped_like(nested.state.params, state.params))
+    expected = loss, shaped_like(nested.state.params, grads)
+    assert_close(fast(nested.grads)(grouped, batch), expected)
+
+
+def shaped_like(shapes, params):
+    """The same values with the leading axis of stacked parameters split in two."""
+    return jax.tree.map(lambda like, x: x.reshape(like.shape), shapes, params)
+
+
 def stack(params):
     """Parameters of unrolled blocks as those of the scanned one."""
     names = sorted((name for name in params if name.startswith("h_")), key=lambda n: int(n[2:]))
@@ -142,6 +167,33 @@ def test_dropout_depends_on_step():
     later = state._replace(step=state.step + 1)
     assert loss(state, batch) == loss(state, batch)
     assert loss(state, batch) != loss(later, batch)
+
+
+def test_relative_positions_share_buckets_far_away():
+    ahead = jnp.array([-200, -128, -127, -16, -8, -7, -1, 0, 1, 7, 8, 200])
+    both = [15, 15, 15, 10, 8, 7, 1, 0, 17, 23, 24, 31]
+    causal = [31, 31, 31, 16, 8, 7, 1, 0, 0, 0, 0, 0]
+    np.testing.assert_array_equal(models.t5.bucket(ahead, 32, causal=False), both)
+    np.testing.assert_array_equal(models.t5.bucket(ahead, 32, causal=True), causal)
+
+
+def test_routing_sends_every_token_to_its_experts_while_there_is_room():
+    config = dataclasses.replace(models.MODELS["mixtral"].small(), room=4.0)
+    logits = jax.random.normal(jax.random.key(0), (3, 16, 8))
+    weights = models.mixtral.route(config, logits)
+    top, chosen = jax.lax.top_k(logits, 2)
+    expected = jnp.sum(jax.nn.one_hot(chosen, 8) * jax.nn.softmax(top)[..., None], axis=2)
+    np.testing.assert_allclose(weights.sum(-1), expected, rtol=1e-6)
+    assert jnp.all((weights > 0).sum(1) <= 1), "two tokens at one place"
+
+
+def test_routing_passes_over_who_finds_no_place():
+    config = dataclasses.replace(models.MODELS["mixtral"].small(), room=1.0)
+    logits = jnp.tile(jnp.arange(8.0), (1, 16, 1))
+    weights = models.mixtral.route(config, logits)
+    assert config.places == 4
+    assert int((weights > 0).sum()) == 2 * 4
+    assert jnp.all(weights[0, 4:] == 0)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert-base"])

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from . import bert, gpt2, llama, mlp, resnet, vit
+from . import bert, gpt2, llama, mixtral, mlp, resnet, t5, vit
 from .case import Case, State, identity
 
 __all__ = ["MODELS", "Case", "State", "build", "checkpoint", "identity"]
@@ -22,6 +22,8 @@ MODELS: dict[str, Any] = {
     **vit.MODELS,
     **mlp.MODELS,
     **llama.MODELS,
+    **mixtral.MODELS,
+    **t5.MODELS,
 }
 
 
@@ -33,6 +35,7 @@ def build(
     batch: int | None = None,
     length: int | None = None,
     scan: bool = False,
+    span: int | None = None,
     dtype: Any = None,
     dropout: float | None = None,
 ) -> Case:
@@ -45,6 +48,7 @@ def build(
         batch: Batch size in place of the usual one.
         length: Sequence length, or side of the image in pixels, in place of the usual one.
         scan: Whether equal blocks run under a scan.
+        span: Scanned blocks under one further `jax.checkpoint`, a scan of scans.
         dtype: Type to compute in, in place of the usual one.
         dropout: Dropout rate in place of the usual one.
 
@@ -55,7 +59,7 @@ def build(
         ValueError: If the model is unknown or lacks an option that was given.
     """
     config = find(name).small() if small else find(name)
-    given = {"batch": batch, "length": length, "dtype": dtype, "dropout": dropout}
+    given = {"batch": batch, "length": length, "span": span, "dtype": dtype, "dropout": dropout}
     options = {key: value for key, value in given.items() if value is not None}
     if scan:
         options["scan"] = True

@@ -1,4 +1,7 @@
-"""GPT-2 in Flax Linen (Radford et al. 2019): pre-norm blocks, learnt positions, tied head."""
+"""GPT-2 in Flax Linen (Radford et al. 2019): pre-norm blocks, learnt positions, tied head.
+
+Values inside a block carry MaxText's names, which hand-written recompute policies go by.
+"""
 
 import dataclasses
 import functools
@@ -11,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 from .case import Case, adamw, make_case
 
@@ -30,6 +34,7 @@ class Config:
         dropout: Dropout rate of embeddings, attention weights and residual branches.
         dtype: Type to compute in; parameters are float32.
         scan: Whether one block is scanned over stacked parameters.
+        span: Scanned blocks under one further recompute decorator of JAX's; 1: there is none.
         rate: Peak learning rate.
         warmup: Warm-up steps.
     """
@@ -44,6 +49,7 @@ class Config:
     dropout: float = 0.1
     dtype: Any = jnp.float32
     scan: bool = False
+    span: int = 1
     rate: float = 6e-4
     warmup: int = 2000
 
@@ -98,15 +104,18 @@ class Attention(nn.Module):
         """Mixes positions of `x`, `[batch, length, width]`."""
         c = self.config
         batch, length, width = x.shape
-        qkv = dense(c, 3 * width, "qkv")(x).reshape(batch, length, 3, c.heads, -1)
-        q, k, v = jnp.moveaxis(qkv, 2, 0)
+        qkv = checkpoint_name(dense(c, 3 * width, "qkv")(x), "qkv_proj")
+        parts = jnp.moveaxis(qkv.reshape(batch, length, 3, c.heads, -1), 2, 0)
+        q, k, v = map(checkpoint_name, parts, ("query_proj", "key_proj", "value_proj"))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(width // c.heads)
         causal = jnp.tril(jnp.ones((length, length), bool))
         scores = jnp.where(causal, scores.astype(jnp.float32), -1e30)
         weights = jax.nn.softmax(scores).astype(c.dtype)
         weights = nn.Dropout(c.dropout, deterministic=False, name="drop")(weights)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch, length, width)
-        return dense(c, width, "proj", scale=(2 * c.layers) ** -0.5)(mixed)
+        mixed = checkpoint_name(mixed, "context")
+        out = dense(c, width, "proj", scale=(2 * c.layers) ** -0.5)(mixed)
+        return checkpoint_name(out, "out_proj")
 
 
 class MLP(nn.Module):
@@ -118,8 +127,9 @@ class MLP(nn.Module):
     def __call__(self, x):
         """Transforms every position of `x`, `[batch, length, width]`."""
         c = self.config
-        hidden = nn.gelu(dense(c, 4 * c.width, "ff1")(x))
-        return dense(c, c.width, "ff2", scale=(2 * c.layers) ** -0.5)(hidden)
+        hidden = nn.gelu(checkpoint_name(dense(c, 4 * c.width, "ff1")(x), "mlpwi"))
+        out = dense(c, c.width, "ff2", scale=(2 * c.layers) ** -0.5)(hidden)
+        return checkpoint_name(out, "mlpwo")
 
 
 class Block(nn.Module):
@@ -131,6 +141,7 @@ class Block(nn.Module):
     def __call__(self, x):
         """Adds both branches to the residual stream `x`, `[batch, length, width]`."""
         c = self.config
+        x = checkpoint_name(x, "decoder_layer_input")
         norm = functools.partial(nn.LayerNorm, epsilon=1e-5, dtype=c.dtype)
         drop = functools.partial(nn.Dropout, c.dropout, deterministic=False)
         x = x + drop(name="drop_1")(Attention(c, name="attn")(norm(name="ln_1")(x)))
@@ -162,13 +173,25 @@ class GPT2(nn.Module):
         return x
 
     def _scanned(self, x):
-        scan = nn.scan(
-            lambda block, x, _: (block(x), None),
-            variable_axes={"params": 0},
-            split_rngs={"params": True, "dropout": True},
-            length=self.config.layers,
-        )
-        return scan(self.block(self.config, name="h"), x, None)[0]
+        c = self.config
+
+        def body(block, x, _):
+            return block(x), None
+
+        if c.span > 1:
+            body = nn.remat(_over(body, c.span), prevent_cse=False)
+        body = _over(body, c.layers // c.span)
+        return body(self.block(c, name="h"), x, None)[0]
+
+
+def _over(body, length):
+    """Scans a function of a block and `x` over stacked parameters."""
+    return nn.scan(
+        body,
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True},
+        length=length,
+    )
 
 
 MODELS = {

@@ -1,6 +1,10 @@
-"""A Llama in plain JAX (Touvron et al. 2023), with attention behind a custom VJP."""
+"""A Llama in plain JAX (Touvron et al. 2023), with attention behind a custom VJP.
+
+Values inside a block carry MaxText's names, which hand-written recompute policies go by.
+"""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 from .case import Case, adamw, make_case
 from .flash import attention
@@ -31,6 +36,7 @@ class Config:
         dtype: Type to compute in.
         param_dtype: Type of parameters and optimiser state.
         scan: Whether one block is scanned over stacked parameters.
+        span: Scanned blocks under one further recompute decorator of JAX's; 1: there is none.
         rate: Peak learning rate.
         warmup: Warm-up steps.
     """
@@ -48,6 +54,7 @@ class Config:
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     scan: bool = False
+    span: int = 1
     rate: float = 4e-4
     warmup: int = 2000
 
@@ -73,32 +80,56 @@ class Config:
 
     def case(self, name: str, remat: Callable[[Any], Any]) -> Case:
         """The training step with `remat` around every block."""
-
-        @remat
-        def block(params, x):
-            return transform(self, params, x)
-
-        def batch(key):
-            shape = self.batch, self.length + 1
-            return {"tokens": jax.random.randint(key, shape, 0, self.vocab)}
-
-        def forward(params, stats, batch, key):
-            del key
-            tokens = batch["tokens"]
-            logits = score(self, params, tokens[:, :-1], block)
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-            return losses.mean(), stats
-
-        return make_case(
-            name,
-            variables=lambda key: (random_params(self, key), {}),
-            batch=batch,
-            forward=forward,
-            optimizer=adamw(self.rate, self.warmup),
-        )
+        return decoder_case(self, name, remat, transform, block_params)
 
 
-def random_params(config: Config, key: jax.Array) -> dict[str, Any]:
+def decoder_case(
+    config: Any,
+    name: str,
+    remat: Callable[[Any], Any],
+    transform: Callable[..., jax.Array],
+    block_params: Callable[..., dict[str, Any]],
+) -> Case:
+    """The training step of a stack of blocks between embedding and head.
+
+    Args:
+        config: Shape of the model.
+        name: Name of the case.
+        remat: Decorator of every block.
+        transform: One block, `(config, params, x) -> x`.
+        block_params: Draws the weights of all blocks, stacked, from configuration and key.
+
+    Returns:
+        The case.
+    """
+
+    @remat
+    def block(params, x):
+        return transform(config, params, x)
+
+    def batch(key):
+        shape = config.batch, config.length + 1
+        return {"tokens": jax.random.randint(key, shape, 0, config.vocab)}
+
+    def forward(params, stats, batch, key):
+        del key
+        tokens = batch["tokens"]
+        logits = score(config, params, tokens[:, :-1], block)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean(), stats
+
+    return make_case(
+        name,
+        variables=lambda key: (random_params(config, key, block_params), {}),
+        batch=batch,
+        forward=forward,
+        optimizer=adamw(config.rate, config.warmup),
+    )
+
+
+def random_params(
+    config: Config, key: jax.Array, block_params: Callable[..., dict[str, Any]]
+) -> dict[str, Any]:
     """Random weights; those of the blocks are stacked if they are to be scanned, else a list."""
     embed_key, head_key, block_key = jax.random.split(key, 3)
     shape = config.vocab, config.width
@@ -113,29 +144,38 @@ def random_params(config: Config, key: jax.Array) -> dict[str, Any]:
 
 def block_params(config: Config, key: jax.Array) -> dict[str, Any]:
     """Random weights of every block, stacked."""
+    attn_key, mlp_key = jax.random.split(key)
     width, hidden = config.width, config.hidden
-    narrow = width // config.heads * config.groups
-    keys = iter(jax.random.split(key, 7))
-
-    def matrix(*shape: int) -> jax.Array:
-        return normal(config, next(keys), (config.layers, *shape))
-
-    one = jnp.ones((config.layers, width), config.param_dtype)
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     return {
-        "norm_1": one,
-        "attn": {
-            "q": matrix(width, width),
-            "k": matrix(width, narrow),
-            "v": matrix(width, narrow),
-            "out": matrix(width, width),
-        },
-        "norm_2": one,
-        "mlp": {
-            "gate": matrix(width, hidden),
-            "up": matrix(width, hidden),
-            "down": matrix(hidden, width),
-        },
+        "norm_1": ones(config),
+        "attn": attention_params(config, attn_key),
+        "norm_2": ones(config),
+        "mlp": matrices(config, mlp_key, shapes),
     }
+
+
+def attention_params(config: Config, key: jax.Array) -> dict[str, jax.Array]:
+    """Random weights of every block's attention, stacked."""
+    width, narrow = config.width, config.width // config.heads * config.groups
+    square, thin = (width, width), (width, narrow)
+    return matrices(config, key, {"q": square, "k": thin, "v": thin, "out": square})
+
+
+def matrices(
+    config: Config, key: jax.Array, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, jax.Array]:
+    """Random weights of the given shapes for every block, stacked."""
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: normal(config, k, (config.layers, *shape))
+        for (name, shape), k in zip(shapes.items(), keys, strict=True)
+    }
+
+
+def ones(config: Config) -> jax.Array:
+    """Scales of one norm of every block, stacked."""
+    return jnp.ones((config.layers, config.width), config.param_dtype)
 
 
 def unstack(stacked: Any) -> list[Any]:
@@ -155,7 +195,7 @@ def score(
     """Float32 logits `[batch, length, vocab]` of the next token for tokens `[batch, length]`."""
     x = params["embed"].astype(config.dtype)[tokens]
     if config.scan:
-        x, _ = jax.lax.scan(lambda x, weights: (block(weights, x), None), x, params["h"])
+        x = scanned(config, params["h"], x, block)
     else:
         for i, weights in enumerate(params["h"]):
             with jax.named_scope(f"h_{i}"):
@@ -163,8 +203,25 @@ def score(
     return (rms_norm(x, params["norm"]) @ params["head"].astype(config.dtype)).astype(jnp.float32)
 
 
+def scanned(
+    config: Config, stacked: Any, x: jax.Array, block: Callable[..., jax.Array]
+) -> jax.Array:
+    """All blocks under one scan, or under a scan of recomputed scans."""
+
+    def body(x, weights):
+        return block(weights, x), None
+
+    if config.span > 1:
+        group = config.layers // config.span, config.span
+        stacked = jax.tree.map(lambda w: w.reshape(*group, *w.shape[1:]), stacked)
+        inner = functools.partial(jax.lax.scan, body)
+        return jax.lax.scan(jax.checkpoint(inner, prevent_cse=False), x, stacked)[0]
+    return jax.lax.scan(body, x, stacked)[0]
+
+
 def transform(config: Config, params: dict[str, Any], x: jax.Array) -> jax.Array:
     """One block on `[batch, length, width]`: the unit of recompute."""
+    x = checkpoint_name(x, "decoder_layer_input")
     params = jax.tree.map(lambda weight: weight.astype(config.dtype), params)
     with jax.named_scope("attn"):
         x = x + attend(config, params["attn"], rms_norm(x, params["norm_1"]))
@@ -176,13 +233,18 @@ def attend(config: Config, params: dict[str, jax.Array], x: jax.Array) -> jax.Ar
     """Rotary self-attention with grouped key-value heads."""
     split = (*x.shape[:2], -1, config.width // config.heads)
     q, k, v = ((x @ params[name]).reshape(split) for name in ("q", "k", "v"))
-    q, k = rotate(q, config.base), rotate(k, config.base)
-    return attention(q, k, v, config.block).reshape(x.shape) @ params["out"]
+    q = checkpoint_name(rotate(q, config.base), "query_proj")
+    k = checkpoint_name(rotate(k, config.base), "key_proj")
+    mixed = attention(q, k, checkpoint_name(v, "value_proj"), config.block)
+    mixed = checkpoint_name(mixed, "context").reshape(x.shape)
+    return checkpoint_name(mixed @ params["out"], "out_proj")
 
 
 def swiglu(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """Gated feed-forward layers."""
-    return (jax.nn.silu(x @ params["gate"]) * (x @ params["up"])) @ params["down"]
+    gate = checkpoint_name(x @ params["gate"], "mlpwi_0")
+    up = checkpoint_name(x @ params["up"], "mlpwi_1")
+    return checkpoint_name((jax.nn.silu(gate) * up) @ params["down"], "mlpwo")
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -1,0 +1,77 @@
+"""At the peak that a hand policy reaches, how much faster is the plan?
+
+For each step, target and hand policy: the policy's own compiled peak becomes the budget of a plan,
+and the seconds that both add to the plain step are compared. Both are predicted by the same cost
+model from the traced programs (program less plain program, copies to and from the host charged in
+full); `overhead` of the plan is what its own items add up to. Nothing is run on a device.
+
+    python -m benchmarks.hand_policies --step "gpt2 scanned" --target cuda:h100 --json rows.json
+"""
+
+from typing import Any
+
+import jdelta
+from benchmarks import policies, programs, record, steps
+from benchmarks.record import Row, mib, share
+
+HEADS = "step target policy peak host overhead plan/peak plan/host plan/overhead estimate".split()
+
+
+def row(step: str, target: str, policy: str, **options: Any) -> Row:
+    """Compares one hand policy with the plan for its peak.
+
+    Args:
+        step: A key of `steps.STEPS`.
+        target: Where to compile for.
+        policy: A key of `policies.POLICIES`.
+        **options: Arguments of `models.build` in place of the step's own.
+    """
+    plain = programs.traced(steps.build(step, **options), target)
+    refusal = policies.refusal(policy, step, plain.names(), plain.target.offload_refusal)
+    if refusal:
+        return {"skipped": refusal}
+    hand = programs.traced(policies.build(policy, step, **options), target)
+    budget = min(hand.measured.peak, plain.target.memory)
+    planned, _ = programs.plan(steps.build(step, remat=jdelta.remat, **options), budget, target)
+    return {"plain_seconds": plain.price.seconds, "hand": hand.figures(), "plan": planned}
+
+
+def cells(r: Row) -> list[str]:
+    """One line of the table; sizes in MiB, overheads in percent of the plain step."""
+    head = [r["step"], r["target"], r["policy"]]
+    if "skipped" in r:
+        return [*head, r["skipped"]]
+    plain, hand, plan = r["plain_seconds"], r["hand"], r["plan"]
+    added = share(hand["price"]["seconds"] - plain, plain)
+    head += [mib(hand["peak"]), mib(hand["host"]), added]
+    if "error" in plan:
+        return [*head, f"floor {mib(plan['floor'])}"]
+    return [
+        *head,
+        mib(plan["compiled_peak"]),
+        mib(plan["host_bytes"]),
+        share(plan["price"]["seconds"] - plain, plain),
+        share(plan["overhead"], plan["step_seconds"]),
+    ]
+
+
+def main() -> None:
+    parser = record.parser(__doc__, steps.STEPS, steps.TARGETS)
+    parser.add_argument(
+        "--policy", action="append", choices=policies.POLICIES, metavar="NAME", help="default: all"
+    )
+    options = parser.parse_args()
+    jobs = [
+        {"step": step, "target": target, "policy": policy}
+        for target in options.target or steps.TARGETS
+        for step in options.step or steps.STEPS
+        for policy in options.policy or policies.POLICIES
+    ]
+    rows = record.run(jobs, row, options.json)
+    record.show(
+        "hand policies, and plans for their peaks (MiB, % of the step)", HEADS, map(cells, rows)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The largest batch that the compiler accepts in a target's memory: plain, by hand, planned.
+
+The batch doubles until the program does not fit, then is bisected until the bracket is within 1 in
+32. A program fits if the compiler accepts it, its peak is at most the memory, which `--memory`
+caps, and what it offloads fits into host memory. Methods: "plain"; "hand" (the best of the hand
+policies that suit the step); "plan" (jdelta at any predicted overhead); "plan 10%" (at no more than
+10 % of the plain step). Seconds are predictions.
+
+    python -m benchmarks.max_batch --step resnet50 --target cuda:h100 --memory 8GiB --json rows.json
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jdelta
+from benchmarks import policies, programs, record, steps
+from benchmarks.record import Row
+from jdelta._budget import parse_budget
+from jdelta._target import resolve
+
+STEPS = (
+    "resnet50",
+    "resnet101",
+    "gpt2-large scanned",
+    "gpt2-large unrolled",
+    "gpt2-xl scanned",
+    "gpt2-xl unrolled",
+)
+TARGETS = ("tpu:v5e:2x2", "cuda:h100")
+LIMITS = {"plan 10%": 0.1, "plan": None}
+METHODS = ("plain", "hand", *LIMITS)
+RESOLUTION = 32
+
+
+def row(step: str, target: str, method: str, memory: str | None = None, **options: Any) -> Row:
+    """Finds the largest batch by one method.
+
+    Args:
+        step: A key of `steps.STEPS`.
+        target: Where to compile for.
+        method: One of `METHODS`.
+        memory: Bytes that the program may take; default: what the target has.
+        **options: Arguments of `models.build` in place of the step's own.
+    """
+    room = resolve(target).memory
+    if memory:
+        room = min(room, parse_budget(memory).bytes or room)
+    attempts: list[Row] = []
+    best = 0
+    for way in ways(method, step, target, **options):
+
+        def fits(batch: int, way: Callable[..., Row] = way) -> bool:
+            found = way(step, target, room, **{**options, "batch": batch})
+            attempts.append({"batch": batch, **found})
+            return found["fits"]
+
+        best = largest(fits, best)
+    return {"room": room, "batch": best, "attempts": attempts}
+
+
+def largest(fits: Callable[[int], bool], low: int = 0) -> int:
+    """The largest batch that fits, up to 1 in `RESOLUTION` below; `low` if none above it does."""
+    high = low + _least(low)
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > _least(low):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _least(batch: int) -> int:
+    return max(1, batch // RESOLUTION)
+
+
+def ways(method: str, step: str, target: str, **options: Any) -> list[Callable[..., Row]]:
+    """What a method may try."""
+    if method == "plain":
+        return [plain]
+    if method in LIMITS:
+        return [functools.partial(plan, limit=LIMITS[method])]
+    program = programs.traced(steps.build(step, **options), target)
+    return [
+        functools.partial(hand, policy=policy)
+        for policy in policies.POLICIES
+        if not policies.refusal(policy, step, program.names(), program.target.offload_refusal)
+    ]
+
+
+def plain(step: str, target: str, room: int, **options: Any) -> Row:
+    """Tries the plain step."""
+    return _tried(programs.traced(steps.build(step, **options), target), room)
+
+
+def hand(step: str, target: str, room: int, *, policy: str, **options: Any) -> Row:
+    """Tries a hand policy."""
+    program = programs.traced(policies.build(policy, step, **options), target)
+    return {"policy": policy, **_tried(program, room)}
+
+
+def _tried(program: programs.Program, room: int) -> Row:
+    measured, host_room = program.measured, program.target.host_memory
+    fits = not measured.refused and measured.peak <= room
+    fits = fits and (host_room is None or measured.host <= host_room)
+    return {"fits": fits, "peak": measured.peak, "host": measured.host}
+
+
+def plan(step: str, target: str, room: int, *, limit: float | None, **options: Any) -> Row:
+    """Tries a plan, whose predicted overhead may be `limit` of the plain step."""
+    case = steps.build(step, remat=jdelta.remat, **options)
+    found, made = programs.plan(case, room, target)
+    if made is None:
+        return {"fits": False, "plan": found}
+    seconds = programs.traced(steps.build(step, **options), target).price.seconds
+    added = found["price"]["seconds"] / seconds - 1
+    return {"fits": limit is None or added <= limit, "added": added, "plan": found}
+
+
+def cells(r: Row, rows: list[Row]) -> list[str]:
+    """One line of the table."""
+    group = ("step", "target", "memory")
+    base = (o["batch"] for o in rows if o["method"] == "plain" and all(o[k] == r[k] for k in group))
+    times = next((f"{r['batch'] / b:.2f}x" for b in base if b), "-")
+    best = next((a for a in r["attempts"] if a["fits"] and a["batch"] == r["batch"]), {})
+    added = f"{best['added']:.1%}" if "added" in best else best.get("policy", "")
+    room = f"{r['room'] / 2**30:.1f} GiB"
+    return [r["step"], r["target"], room, r["method"], str(r["batch"]), times, added]
+
+
+def main() -> None:
+    parser = record.parser(__doc__, STEPS, TARGETS)
+    parser.add_argument("--memory", help="such as 16GiB; default: what the target has")
+    parser.add_argument("--method", action="append", choices=METHODS, help="default: all")
+    options = parser.parse_args()
+    jobs = [
+        {"step": step, "target": target, "method": method, "memory": options.memory}
+        for target in options.target or TARGETS
+        for step in options.step or STEPS
+        for method in options.method or METHODS
+    ]
+    rows = record.run(jobs, row, options.json)
+    heads = ["step", "target", "memory", "method", "batch", "over plain", "added"]
+    record.show("largest batch", heads, (cells(r, rows) for r in rows))
+
+
+if __name__ == "__main__":
+    main()

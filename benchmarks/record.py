@@ -1,0 +1,103 @@
+"""What all scripts here share: rows that say what made them, and files that runs resume from.
+
+A job is a dictionary that says what to run, its row the same and the figures. A file of rows is
+written after each, so a run that was interrupted, or that covered a part, goes on from there.
+"""
+
+import argparse
+import functools
+import json
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+Row = dict[str, Any]
+
+
+@functools.cache
+def revision() -> str:
+    """The revision of jdelta that makes a row; `+` marks changes that are not committed."""
+    command = ["git", "describe", "--always", "--dirty=+"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def load(path: Path | None) -> list[Row]:
+    """The rows of a file; none if it is not there."""
+    return json.loads(path.read_text()) if path and path.exists() else []
+
+
+def save(rows: list[Row], path: Path) -> None:
+    """Writes the rows, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writing = path.with_suffix(".writing")
+    writing.write_text(json.dumps(rows, indent=1) + "\n")
+    writing.replace(path)
+
+
+def run(
+    jobs: Iterable[Mapping[str, Any]], measure: Callable[..., Row], path: Path | None
+) -> list[Row]:
+    """Makes the rows that a file lacks, showing progress.
+
+    Args:
+        jobs: The arguments of `measure` for each row.
+        measure: Makes the figures of a row.
+        path: The file; without one nothing is kept.
+
+    Returns:
+        All rows, those that the file had first.
+    """
+    rows = load(path)
+    todo = [job for job in jobs if not any(job.items() <= row.items() for row in rows)]
+    with Progress() as progress:
+        task = progress.add_task("", total=len(todo))
+        for job in todo:
+            progress.update(task, description=" ".join(map(str, job.values())))
+            figures = measure(**job)
+            rows.append({**job, **figures, "jax": jax.__version__, "commit": revision()})
+            if path:
+                save(rows, path)
+            progress.advance(task)
+    return rows
+
+
+def parser(
+    doc: str | None, steps: Iterable[str], targets: Iterable[str] | None = None
+) -> argparse.ArgumentParser:
+    """The options that all scripts have; `--target` where there are `targets`."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    chosen: dict[str, Any] = {"action": "append", "metavar": "NAME"}
+    made.add_argument("--step", choices=steps, help=f"default: {', '.join(steps)}", **chosen)
+    if targets:
+        made.add_argument("--target", help=f"default: {', '.join(targets)}", **chosen)
+    made.add_argument("--json", type=Path, help="file to resume from and to write all rows to")
+    return made
+
+
+def show(title: str, heads: Iterable[str], cells: Iterable[Iterable[str]]) -> None:
+    """Prints a table, its first two columns aligned to the left."""
+    table = Table(title=title)
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="left" if i < 2 else "right")
+    for row in cells:
+        table.add_row(*row)
+    Console(width=150).print(table)
+
+
+def mib(size: float | None) -> str:
+    """Bytes in MiB."""
+    return "-" if size is None else f"{size / 2**20:.0f}"
+
+
+def share(part: float, whole: float) -> str:
+    """A part of a whole, in percent."""
+    return f"{part / whole:.1%}"

@@ -1,0 +1,114 @@
+"""How little memory can a step do with, and what do 40 to 70 % less cost?
+
+For each step and target: the floor (the least compiled peak) with the predicted overhead there, and
+plans for less than the plain step's compiled peak, twice: "total" counts the whole peak, as budgets
+do; "activation" counts only what the plain step needs beside arguments and results
+(peak - arguments - outputs + aliased), which is what papers quote. The steps of DELTA's own
+evaluation also get its -72 %. Seconds are predictions.
+
+    python -m benchmarks.savings --step resnet50 --target cuda:h100 --json rows.json
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jdelta
+from benchmarks import policies, programs, record, steps
+from benchmarks.record import Row, mib, share
+
+KINDS = ("floor", "total", "activation")
+SAVINGS = (0.4, 0.5, 0.6, 0.7)
+DELTA = {"resnet50", "resnet101", "bert-large scanned", "bert-large unrolled"}
+HEADS = "step target of saving plain resident budget floor peak saved overhead estimate".split()
+
+
+def row(step: str, target: str, of: str, saving: float | None = None, **options: Any) -> Row:
+    """Plans one step to a saving.
+
+    Args:
+        step: A key of `steps.STEPS`.
+        target: Where to compile for.
+        of: What is saved, one of `KINDS`.
+        saving: The part of it that is saved; None for the floor.
+        **options: Arguments of `models.build` in place of the step's own.
+    """
+    plain = plain_figures(step, target, tuple(options.items()))
+    case = steps.build(step, remat=jdelta.remat, **options)
+    budget = floor(case, target) if saving is None else _budget(plain, of, saving)
+    return {"plain": plain, "plan": programs.plan(case, budget, target)[0]}
+
+
+@functools.lru_cache(maxsize=1)
+def plain_figures(step: str, target: str, options: tuple[tuple[str, Any], ...]) -> Row:
+    """What the plain step takes, and how much of it is resident, that is no activation."""
+    plain = programs.traced(steps.build(step, **dict(options)), target)
+    measured = plain.measured
+    if measured.refused:  # a refusal tells the peak only; arguments and results are the same
+        case = policies.build("nothing_saveable", step, **dict(options))
+        measured = programs.traced(case, target).measured
+    resident = measured.arguments + measured.outputs - measured.aliased
+    return {**plain.figures(), "resident": resident}
+
+
+def floor(case: Any, target: str) -> int:
+    """The least peak that a plan reaches, bytes."""
+    found, _ = programs.plan(case, 1, target)
+    return found["floor"]
+
+
+def _budget(plain: Row, of: str, saving: float) -> int:
+    """What is left of the plain peak, bytes."""
+    resident = plain["resident"] if of == "activation" else 0
+    return int(resident + (1 - saving) * (plain["peak"] - resident))
+
+
+def saved(r: Row) -> str:
+    """Part of the plain peak, total or without what is resident, that the plan saves."""
+    plain, peak = r["plain"], r["plan"]["compiled_peak"]
+    resident = plain["resident"] if r["of"] == "activation" else 0
+    return share(plain["peak"] - peak, plain["peak"] - resident)
+
+
+def cells(r: Row) -> list[str]:
+    """One line of the table; sizes in MiB, overheads in percent of the plain step."""
+    plain, plan = r["plain"], r["plan"]
+    saving = f"{r['saving']:.0%}" if r["saving"] else ""
+    sizes = [plain["peak"], plain["resident"], plan["budget"], plan["floor"]]
+    head = [r["step"], r["target"], r["of"], saving, *map(mib, sizes)]
+    if "error" in plan:
+        return [*head, "below floor"]
+    seconds = plain["price"]["seconds"]
+    return [
+        *head,
+        mib(plan["compiled_peak"]),
+        saved(r),
+        share(plan["price"]["seconds"] - seconds, seconds),
+        share(plan["overhead"], plan["step_seconds"]),
+    ]
+
+
+def jobs(step: str, target: str, kinds: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of one step on one target."""
+    for of in kinds:
+        savings = (*SAVINGS, 0.72) if step in DELTA else SAVINGS
+        for saving in (None,) if of == "floor" else savings:
+            yield {"step": step, "target": target, "of": of, "saving": saving}
+
+
+def main() -> None:
+    parser = record.parser(__doc__, steps.STEPS, steps.TARGETS)
+    parser.add_argument("--of", action="append", choices=KINDS, help="default: all")
+    options = parser.parse_args()
+    todo = [
+        job
+        for target in options.target or steps.TARGETS
+        for step in options.step or steps.STEPS
+        for job in jobs(step, target, options.of or KINDS)
+    ]
+    rows = record.run(todo, row, options.json)
+    record.show("plans for less than the plain peak (MiB, % of the step)", HEADS, map(cells, rows))
+
+
+if __name__ == "__main__":
+    main()

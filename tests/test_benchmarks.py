@@ -1,0 +1,243 @@
+"""The benchmark scripts do what they say, on tiny models: so they cannot rot between real runs."""
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from benchmarks import (
+    budgets,
+    device,
+    hand_policies,
+    max_batch,
+    models,
+    policies,
+    programs,
+    record,
+    savings,
+    steps,
+)
+
+SCRIPTS = [budgets, device, hand_policies, max_batch, savings]
+STEP = {"step": "tiny", "target": "cpu"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny:
+    """A scanned stack that compiles in a second."""
+
+    layers: int = 12
+    width: int = 64
+    batch: int = 8
+    scan: bool = True
+    span: int = 1
+    param_dtype: Any = jnp.float32
+
+    checkpoint = staticmethod(jax.checkpoint)
+
+    def case(self, name, remat):
+        def variables(key):
+            wide, narrow = (self.width, 4 * self.width), (4 * self.width, self.width)
+            return models.llama.matrices(self, key, {"in": wide, "out": narrow}), {}
+
+        def forward(params, stats, batch, key):
+            del key
+            x = models.llama.scanned(self, params, batch["x"], remat(layer))
+            return jnp.mean(jnp.square(x)), stats
+
+        return models.case.make_case(
+            name,
+            variables=variables,
+            batch=lambda key: {"x": jax.random.normal(key, (64 * self.batch, self.width))},
+            forward=forward,
+            optimizer=optax.sgd(0.1),
+        )
+
+
+def layer(params, x):
+    hidden = jnp.tanh(checkpoint_name(x @ params["in"], "mlpwi"))
+    return x + checkpoint_name(hidden @ params["out"], "mlpwo")
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setitem(models.MODELS, "tiny", Tiny())
+    monkeypatch.setitem(steps.STEPS, "tiny", {"name": "tiny", "scan": True})
+    savings.plain_figures.cache_clear()
+
+
+def plain():
+    return programs.traced(steps.build("tiny"), "cpu")
+
+
+def by_hand(policy):
+    return programs.traced(policies.build(policy, "tiny"), "cpu")
+
+
+def test_a_run_resumes_from_its_file(tmp_path):
+    path = tmp_path / "new" / "rows.json"
+    calls = []
+
+    def measure(number):
+        calls.append(number)
+        if number == 3:
+            raise KeyboardInterrupt
+        return {"square": number**2}
+
+    jobs = [{"number": n} for n in (1, 2, 3)]
+    with pytest.raises(KeyboardInterrupt):
+        record.run(jobs, measure, path)
+    assert [row["square"] for row in record.load(path)] == [1, 4]
+    with pytest.raises(KeyboardInterrupt):
+        record.run(jobs, measure, path)
+    assert calls == [1, 2, 3, 3]
+    assert {"jax", "commit"} <= json.loads(path.read_text())[0].keys()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
+def test_every_script_explains_itself(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script", "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    assert stopped.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", ["nothing_saveable", "sqrt", "dots_saveable"])
+def test_recompute_is_priced_above_the_plain_step(policy):
+    added = by_hand(policy).price.compute - plain().price.compute
+    assert 0 < added < plain().price.compute
+
+
+def test_root_of_l_recomputes_once_more_than_per_block():
+    assert by_hand("sqrt").price.compute > by_hand("nothing_saveable").price.compute
+    assert policies.root(12) == 3
+    assert policies.root(48) == 6
+
+
+def test_names_that_are_saved_are_not_recomputed():
+    assert plain().names() == {"mlpwi", "mlpwo"}
+    saved, dropped = by_hand("maxtext:minimal"), by_hand("nothing_saveable")
+    assert saved.price.compute < dropped.price.compute
+    assert saved.measured.peak > dropped.measured.peak
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+def test_blocks_carry_the_names_of_every_maxtext_set(name):
+    names = programs.traced(models.build(name, small=True, scan=True), "cpu").names()
+    for key, policy in policies.POLICIES.items():
+        if key.startswith("maxtext:") and policy.names:
+            assert names & set(policy.names), key
+
+
+def test_copies_to_the_host_are_counted_and_charged():
+    price = by_hand("maxtext:minimal_offloaded").price
+    hidden = 12 * 512 * 4 * 64 * 4
+    assert price.to_host == price.to_device == hidden
+    assert price.seconds > price.compute
+
+
+@pytest.mark.parametrize(
+    ("policy", "step", "why"),
+    [
+        ("sqrt", "resnet50", "no scan of scans"),
+        ("maxtext:minimal", "resnet50", "no values of these names"),
+        ("offload_dot_with_no_batch_dims", "gpt2 unrolled", "no scan to offload from"),
+        ("offload_dot_with_no_batch_dims", "gpt2 scanned", "not here"),
+        ("maxtext:minimal", "gpt2 scanned", None),
+    ],
+)
+def test_policies_are_left_out_where_they_do_not_fit(policy, step, why):
+    names = {"mlpwi"} if "gpt2" in step else set()
+    assert policies.refusal(policy, step, names, "not here") == why
+
+
+def test_hand_policies():
+    r = hand_policies.row(**STEP, policy="nothing_saveable")
+    hand, plan = r["hand"], r["plan"]
+    assert plan["compiled_peak"] <= hand["peak"]
+    assert r["plain_seconds"] < plan["price"]["seconds"] <= 1.1 * hand["price"]["seconds"]
+    cells = hand_policies.cells({**STEP, "policy": "nothing_saveable", **r})
+    assert len(cells) == len(hand_policies.HEADS)
+    skipped = hand_policies.row(**STEP, policy="maxtext:minimal_offloaded")
+    assert "ignores memory kinds" in skipped["skipped"]
+
+
+def test_savings():
+    least = savings.row(**STEP, of="floor")
+    assert least["plan"]["compiled_peak"] == least["plan"]["floor"]
+    r = savings.row(**STEP, of="activation", saving=0.2)
+    figures, plan = r["plain"], r["plan"]
+    kept = plan["budget"] - figures["resident"]
+    assert kept == pytest.approx(0.8 * (figures["peak"] - figures["resident"]), rel=1e-3)
+    assert least["plan"]["floor"] <= plan["compiled_peak"] <= plan["budget"]
+    cells = savings.cells({**STEP, "of": "activation", "saving": 0.2, **r})
+    assert len(cells) == len(savings.HEADS)
+    total = savings.row(**STEP, of="total", saving=0.99)
+    assert "below the floor" in total["plan"]["error"]
+
+
+def test_every_step_gets_its_savings_and_deltas_also_the_papers():
+    jobs = list(savings.jobs("resnet50", "cpu", ["floor", "total"]))
+    assert [job["saving"] for job in jobs] == [None, 0.4, 0.5, 0.6, 0.7, 0.72]
+    assert len(list(savings.jobs("tiny", "cpu", ["total"]))) == 4
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 5, 8, 31, 100, 1000])
+def test_the_largest_batch_is_bracketed(most):
+    tried = []
+
+    def fits(batch):
+        tried.append(batch)
+        return batch <= most
+
+    found = max_batch.largest(fits)
+    assert most - most // max_batch.RESOLUTION <= found <= most
+    assert len(set(tried)) == len(tried)
+    assert max_batch.largest(fits, low=most) == most
+
+
+def test_largest_batch_by_every_method(monkeypatch):
+    monkeypatch.setattr(max_batch, "RESOLUTION", 1)  # double only
+    jobs = [{**STEP, "method": method, "memory": "8MiB"} for method in max_batch.METHODS]
+    rows = [{**job, **max_batch.row(**job)} for job in jobs]
+    batch = {r["method"]: r["batch"] for r in rows}
+    assert 2 <= batch["plain"] <= batch["plan 10%"] <= batch["plan"]
+    assert batch["plain"] < batch["hand"]
+    assert batch["plain"] < batch["plan"]
+    assert all(len(max_batch.cells(r, rows)) == 7 for r in rows)
+
+
+def test_device_measures_rates():
+    r = device.row("cpu", "rates", sizes=(2**16,), matrix=32, repeats=2)
+    assert [len(c["to_host_seconds"]) for c in r["copies"]] == [2]
+    assert all(seconds > 0 for p in r["products"] for seconds in p["seconds"])
+    assert r["device"] == "cpu"
+
+
+def test_device_runs_steps():
+    job = {"what": "step", "step": "tiny"}
+    rows = [
+        {**job, "variant": variant, **device.row("cpu", **job, variant=variant, repeats=2)}
+        for variant in ("plain", "nothing_saveable", "plan 80%")
+    ]
+    assert all(len(r["seconds"]) == 2 and len(r["warmup_seconds"]) == 3 for r in rows)
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"]) == pytest.approx(rows[2]["loss"])
+    assert -1 <= device.agreement(rows) <= 1
+    assert all(len(device.cells(r)) == len(device.HEADS) for r in rows)
+    assert "skipped" in device.row("cpu", **job, variant="maxtext:minimal_offloaded")
+
+
+def test_device_refuses_where_there_is_none(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["device", "--step", "resnet50"])
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(SystemExit) as stopped:
+        device.main()
+    assert stopped.value.code == 1
+    assert "no gpu is attached to this machine" in capsys.readouterr().err
