@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jdelta
 from benchmarks.models import Case
 from benchmarks.record import Row
 from jdelta._cost import program_seconds
-from jdelta._emit import Step, emit
+from jdelta._emit import Step, compiler_options, emit
 from jdelta._graph import Graph, graph_of
 from jdelta._measure import Measurement, measure
 from jdelta._target import Target, resolve
@@ -25,9 +26,9 @@ class Price:
 
     Attributes:
         compute: Seconds of all operations, one after the other.
-        to_host: Bytes copied to host memory in a step.
+        to_host: Bytes copied to host memory in a step, as the compiled program does.
         to_device: Bytes copied back.
-        seconds: Everything, the copies charged in full.
+        seconds: Everything, with the part of the copies that the compiled schedule exposes.
     """
 
     compute: float
@@ -44,25 +45,25 @@ class Program:
         graph: Its operations.
         lower: Lowers it for the target.
         target: What it is for.
+        options: Options of XLA to compile it with.
     """
 
     graph: Graph
     lower: Callable[[], jax.stages.Lowered]
     target: Target
+    options: Mapping[str, str] = MappingProxyType({})
 
     @functools.cached_property
     def measured(self) -> Measurement:
         """What the compiler says."""
-        return measure(self.lower(), self.target)[1]
+        return measure(self.lower(), self.target, self.options)[1]
 
     @functools.cached_property
     def price(self) -> Price:
         """Predicted seconds."""
-        rates = self.target.rates
-        compute = program_seconds(self.graph, rates, self.target.platform)
-        to_host, to_device = copied(self.graph, "host"), copied(self.graph, "device")
-        copies = to_host / rates.device_to_host + to_device / rates.host_to_device
-        return Price(compute, to_host, to_device, compute + copies)
+        compute = program_seconds(self.graph, self.target.rates, self.target.platform)
+        overlap = self.measured.overlap
+        return Price(compute, overlap.bytes_out, overlap.bytes_in, compute + overlap.exposed)
 
     def names(self) -> set[str]:
         """Names that `checkpoint_name` gave to its values."""
@@ -71,31 +72,6 @@ class Program:
     def figures(self) -> Row:
         """Everything known of it, as a part of a row."""
         return {**dataclasses.asdict(self.measured), "price": dataclasses.asdict(self.price)}
-
-
-def copied(graph: Graph, space: str) -> int:
-    """Bytes that a step copies to "host" or "device" memory."""
-    return sum(
-        trips * value.bytes
-        for op, trips, values in _copies(graph)
-        for value, destination in zip(values, op.params["devices"], strict=True)
-        if space in _memory(destination)
-    )
-
-
-def _copies(graph: Graph, trips: int = 1):
-    """Yields each copying operation, how often it runs and what it copies."""
-    for op in graph.operations:
-        if op.primitive == "device_put":
-            yield op, trips, [graph.values[v] for v in op.outputs]
-        if op.body is not None:
-            yield from _copies(op.body, trips * op.trips)
-
-
-def _memory(destination: Any) -> str:
-    """Name of the memory that a copy goes to, empty where it names a device only."""
-    name = getattr(destination, "memory_kind", None) or getattr(destination, "name", None)
-    return str(name or "").lower()
 
 
 def traced(case: Case, target: str) -> Program:
@@ -113,7 +89,8 @@ def planned(case: Case, plan: jdelta.Plan) -> Program:
     placed = where.abstract((case.state, case.batch))
     step = Step(case.step, placed, plan.donate_argnums, where, dict(plan.aliases))
     emission = emit(step, plan.policy)
-    return Program(emission.timeline.graph, emission.lower, where)
+    options = compiler_options(where, plan.policy, plan.budget)
+    return Program(emission.timeline.graph, emission.lower, where, options)
 
 
 def plan(case: Case, budget: float, target: str) -> tuple[Row, jdelta.Plan | None]:

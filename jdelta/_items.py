@@ -46,13 +46,16 @@ class Items:
     """The residuals of a step as a problem, those that the user pinned taken out.
 
     Attributes:
-        problem: What is left to decide, with capacity zero.
+        problem: What is left to decide, with capacity zero. To drop a boundary means to offload it.
+        deep: The same with boundaries to be decided about too; None where there are none that may
+            be offloaded.
         whole: The same with all residuals, none pinned: it prices complete decisions.
         residuals: All residuals of the step.
         pinned: Decisions of the user's, by name.
     """
 
     problem: Problem
+    deep: Problem | None
     whole: Problem
     residuals: tuple[Residual, ...]
     pinned: Mapping[str, Decision]
@@ -64,7 +67,7 @@ class Items:
         that is kept) is dropped: JAX would not keep it either. Pins stay as they are.
         """
         free = {item.name: d for item, d in zip(self.problem.items, chosen, strict=True)}
-        given = [self.pinned.get(r.name) or free[r.name] for r in self.residuals]
+        given = [self.pinned.get(r.name) or _given(r, free) for r in self.residuals]
         again = self.whole.recomputed(given)
         kept = set(self.pinned)
         for r, more in zip(self.residuals, again, strict=True):
@@ -74,8 +77,17 @@ class Items:
             for r, d in zip(self.residuals, given, strict=True)
         }
 
+    def policy_decisions(self, decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+        """Decisions by all names that a value goes by."""
+        entering = {r.entering: decisions[r.name] for r in self.residuals if r.entering}
+        return {**decisions, **entering}
+
+    def with_boundaries(self) -> Items:
+        """The problem in which boundaries may leave the device."""
+        return replace(self, problem=self.deep or self.problem)
+
     def without_offload(self) -> Items:
-        """The same problem with nothing offloaded but what is pinned."""
+        """The same problem with nothing offloaded but what is pinned, and boundaries."""
         closed = tuple(
             replace(item, seconds_out=math.inf, seconds_in=math.inf) for item in self.problem.items
         )
@@ -83,8 +95,9 @@ class Items:
 
     def recompute_seconds(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step, transfers left out."""
-        hidden = replace(self.whole, hidden_out=math.inf, hidden_in=math.inf)
-        return hidden.overhead([decisions[r.name] for r in self.residuals])
+        kept = {Decision.OFFLOAD: Decision.SAVE}
+        given = [decisions[r.name] for r in self.residuals]
+        return self.whole.overhead([kept.get(d, d) for d in given])
 
     def overhead(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step."""
@@ -106,8 +119,14 @@ def items_of(
     pinned = _pinned(residuals, target, pin)
     away = sum(r.bytes for r in residuals if pinned.get(r.name) is Decision.OFFLOAD)
     hidden = _hidden(residuals, target)
+    room = host_budget - away
+    inside = [r for r in residuals if not r.boundary]
+    leaving = [r for r in residuals if not r.boundary or offload_refusal(r, target) is None]
     return Items(
-        problem=Problem(_items(residuals, target, pinned), 0.0, host_budget - away, *hidden),
+        problem=Problem(_items(inside, target, pinned), 0.0, room, *hidden),
+        deep=Problem(_deep_items(leaving, target, pinned, hidden), 0.0, room, *hidden)
+        if len(leaving) > len(inside)
+        else None,
         whole=Problem(_items(residuals, target, {}), 0.0, math.inf, *hidden),
         residuals=tuple(residuals),
         pinned=pinned,
@@ -137,6 +156,32 @@ def _items(
             sources = tuple(index[s] for s in r.sources if s in index)
             items.append(_item(r, sources, target, held=r.name in pinned))
     return tuple(items)
+
+
+def _deep_items(
+    residuals: Sequence[Residual],
+    target: Target,
+    pinned: Mapping[str, Decision],
+    hidden: tuple[float, float],
+) -> tuple[Item, ...]:
+    """Items with boundaries among them: one that is not saved costs its transfers."""
+    entering = {r.name for r in residuals if r.boundary}
+    items = _items(residuals, target, pinned)
+    moving = sum(i.seconds_out + i.seconds_in for i in items if i.name in entering)
+    exposed = max(EXPOSED, 1 - sum(hidden) / moving) if moving else 1.0
+
+    def boundary(item: Item) -> Item:
+        seconds = exposed * (item.seconds_out + item.seconds_in)
+        return replace(item, seconds=seconds, seconds_out=math.inf, seconds_in=math.inf)
+
+    return tuple(boundary(item) if item.name in entering else item for item in items)
+
+
+def _given(r: Residual, free: Mapping[str, Decision]) -> Decision:
+    """The decision for a residual; a boundary stays, or leaves for the host."""
+    if not r.boundary:
+        return free[r.name]
+    return Decision.SAVE if free.get(r.name, Decision.SAVE) is Decision.SAVE else Decision.OFFLOAD
 
 
 def _item(r: Residual, sources: tuple[int, ...], target: Target, *, held: bool) -> Item:

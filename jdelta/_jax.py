@@ -146,11 +146,11 @@ def subjaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
                 yield leaf
 
 
-def scan_counts(eqn: Eqn) -> tuple[int, int]:
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many inputs of a ``scan`` are constants, and how many are the carry's; the rest is xs."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.12
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # jax 0.12
     return len(consts), len(carry)
 
 
@@ -321,3 +321,25 @@ def with_copies_left_out(
     away = [w and is_var(v) and v in copies for v, w in zip(rest, which, strict=True)]
     near = [copies[v] if is_away else v for v, is_away in zip(rest, away, strict=True)]
     return rebuild(closed, inner.eqns, [*inner.outvars[:skip], *near], {}), away
+
+
+def copied_once(closed: Jaxpr) -> Jaxpr:
+    """The program copying to the host once what it copies there under several names."""
+    inner = open_jaxpr(closed)
+    named: dict[Var, Var] = {}
+    first: dict[Var, Var] = {}
+    became: dict[Var, Var] = {}
+    eqns: list[Eqn] = []
+    for eqn in inner.eqns:
+        eqn = eqn.replace(invars=[became.get(v, v) if is_var(v) else v for v in eqn.invars])
+        if named_value(eqn) is not None and is_var(eqn.invars[0]):
+            named[eqn.outvars[0]] = named.get(eqn.invars[0], eqn.invars[0])
+        if crosses_to_host(eqn):
+            source = named.get(eqn.invars[0], eqn.invars[0])
+            copy = first.setdefault(source, eqn.outvars[0])
+            if copy is not eqn.outvars[0]:
+                became[eqn.outvars[0]] = copy
+                continue
+        eqns.append(eqn)
+    outvars = [became.get(v, v) if is_var(v) else v for v in inner.outvars]
+    return rebuild(closed, eqns, outvars, {})

@@ -17,6 +17,9 @@ from typing import Any
 from jdelta import _jax
 from jdelta._jax import Atom, Eqn, Jaxpr, Var
 
+INPUT = "input"
+"""How the names of a region's inputs begin, after the region's."""
+
 _TRANSFORM = re.compile(r"\w+\(([^()]*)\)")
 
 
@@ -98,6 +101,8 @@ class _Rewrite:
         self.tangents = {
             v for v, is_tangent in zip(inner.invars, tangent, strict=True) if is_tangent
         }
+        if not loops:
+            self._inputs(inner.invars, inner.eqns)
         self._equations(inner.eqns, path)
         self.outvars = [self._now(v) for v in inner.outvars]
 
@@ -116,6 +121,14 @@ class _Rewrite:
                 self._inline(eqn, path)
             else:
                 self._keep(eqn, path)
+
+    def _inputs(self, invars: Sequence[Var], eqns: Sequence[Eqn]) -> None:
+        """Name the inputs, so that one that the step computes may be offloaded."""
+        for var in invars:
+            if var not in self.tangents and eqns and hasattr(var.aval, "shape"):
+                self.became[var] = named = _jax.new_var(var.aval)
+                name = self.namer((), INPUT, 0)
+                self.eqns.append(_jax.name_equation(var, named, name, eqns[0]))
 
     def _inline(self, eqn: Eqn, path: tuple[str, ...]) -> None:
         body = _jax.subjaxpr(eqn)
@@ -173,7 +186,7 @@ def _dependent(jaxpr: Jaxpr, tangent: Sequence[bool]) -> list[bool]:
 def _carry_fixpoint(eqn: Eqn, tangent_in: Sequence[bool]) -> list[bool]:
     """Inputs of a scan that carry a tangent in some iteration."""
     marks = list(tangent_in)
-    consts, carry = _jax.scan_counts(eqn)
+    consts, carry = _jax.scan_counts(eqn.params)
     while True:
         out = _dependent(eqn.params["jaxpr"], marks)[:carry]
         merged = [a or b for a, b in zip(marks[consts : consts + carry], out, strict=True)]
@@ -183,7 +196,7 @@ def _carry_fixpoint(eqn: Eqn, tangent_in: Sequence[bool]) -> list[bool]:
 
 
 def _scan_outputs(eqn: Eqn, inputs: Sequence[bool], body: Sequence[bool]) -> list[bool]:
-    consts, carry = _jax.scan_counts(eqn)
+    consts, carry = _jax.scan_counts(eqn.params)
     return [*inputs[consts : consts + carry], *body[carry:]]
 
 

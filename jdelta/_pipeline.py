@@ -176,7 +176,7 @@ class _Loop:
 
     @classmethod
     def of(cls, eqn: Eqn, inputs: Sequence[Any]) -> _Loop:
-        n_consts, n_carry = _jax.scan_counts(eqn)
+        n_consts, n_carry = _jax.scan_counts(eqn.params)
         return cls(
             body=_jax.inline(eqn.params["jaxpr"]),
             n_consts=n_consts,

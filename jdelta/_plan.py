@@ -12,6 +12,7 @@ from typing import Any, overload
 import jax
 
 from jdelta import _file
+from jdelta._boundary import with_boundaries
 from jdelta._budget import format_bytes, parse_budget
 from jdelta._cost import program_seconds
 from jdelta._decision import Decision
@@ -382,7 +383,8 @@ def _plan(
         )
     placed = where.abstract(args)
     found = trace(step_fn, *placed)
-    priced = tuple(r for region in found.regions for r in residuals(region, where))
+    inside = [r for region in found.regions for r in residuals(region, where)]
+    priced = with_boundaries(inside, found)
     items = items_of(priced, where, _host_capacity(host_budget, where), pin)
     step = Step(step_fn, placed, donate_argnums, where, found.aliases)
     loops = {region.name: region.loops for region in found.regions}

@@ -127,16 +127,28 @@ class Search:
             return Found(plain, bound, plain.peak, plain.peak, self.compiles)
         recompute = [Decision.RECOMPUTE] * len(self.items.problem.items)
         floor = self._compile(self._candidate(recompute, Outcome.HEURISTIC))
+        if floor.peak > bound and self.items.deep:
+            floor = self._deep_floor(floor)
         if floor.peak > bound:
             raise _too_small(bound, floor)
         ceiling = plain.peak if plain.measurement else self._predict(plain.emission)
         best = self._improve(floor, bound)
         return Found(best, bound, floor.peak, ceiling, self.compiles)
 
+    def _deep_floor(self, floor: Candidate) -> Candidate:
+        """The least peak with what enters the units on the host too."""
+        near, self.items = self.items, self.items.with_boundaries()
+        recompute = [Decision.RECOMPUTE] * len(self.items.problem.items)
+        deep = self._compile(self._candidate(recompute, Outcome.HEURISTIC))
+        if not self._offload_failed(deep) and deep.peak < floor.peak:
+            return deep
+        self.items = near
+        return floor
+
     def _improve(self, floor: Candidate, bound: int) -> Candidate:
         """Spend what the floor leaves of the budget."""
         best, goal = floor, bound
-        known = self._remembered(bound)
+        known = self._remembered(bound, floor)
         while self.compiles < MOST_COMPILES - (known is not None):
             candidate = self._fit(floor, goal)
             if candidate.decisions == best.decisions:
@@ -156,7 +168,7 @@ class Search:
                     break
         return self._compile(known) if known and known.overhead < best.overhead else best
 
-    def _remembered(self, bound: int) -> Candidate | None:
+    def _remembered(self, bound: int, floor: Candidate) -> Candidate | None:
         """The fastest plan that was compiled for another budget and fits this one too."""
         fitting = [
             (overhead, index)
@@ -165,7 +177,7 @@ class Search:
         ]
         policy = list(self._known)[min(fitting)[1]]
         decisions = {r.name: policy.decision(r.name) for r in self.items.residuals}
-        if set(decisions.values()) == {Decision.RECOMPUTE}:
+        if decisions == floor.decisions:
             return None
         return self._priced(decisions, Outcome.HEURISTIC)
 
@@ -199,7 +211,7 @@ class Search:
         return self._priced(self.items.decisions(chosen), outcome)
 
     def _priced(self, decisions: Mapping[str, Decision], outcome: Outcome) -> Candidate:
-        emission = self._emit(Policy.of(decisions, self.regions))
+        emission = self._emit(Policy.of(self.items.policy_decisions(decisions), self.regions))
         overhead = self.items.overhead(decisions)
         return Candidate(decisions, overhead, emission, self._predict(emission), outcome)
 

@@ -32,7 +32,9 @@ class Residual:
             is recomputed from it.
         matmul_only: Whether nothing but matrix products reads it.
         seconds: Predicted seconds to compute all instances again, given its sources.
-        loops: Number of loops around it; offload works under exactly one.
+        loops: Number of loops around it; offload works under one at most.
+        boundary: Whether it enters a region, and so stays in memory unless it is offloaded.
+        entering: Name that it has there, where it is a residual of the region it comes from too.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Residual:
     matmul_only: bool
     seconds: float
     loops: int
+    boundary: bool = False
+    entering: str | None = None
 
 
 def residuals(region: Region, target: Target) -> tuple[Residual, ...]:

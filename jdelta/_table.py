@@ -44,6 +44,8 @@ class Row:
     def why(self) -> str:
         """The reason for the decision, in a few words."""
         recompute = f"recompute {format_seconds(self.seconds)}"
+        if self.sample.boundary:
+            return "enters a unit: stays unless offloaded"
         if self.decision is Decision.SAVE:
             return f"saves {recompute}"
         if self.decision is Decision.OFFLOAD:

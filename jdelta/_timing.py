@@ -18,6 +18,7 @@ Which compiler needs which of these was measured: ``benchmarks/xla/transfers.py`
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ def timed(closed: Jaxpr, rates: Rates, platform: str) -> Callable[..., list[Any]
     Returns:
         A function of the flat arguments of ``closed`` to its flat results.
     """
-    program = _jax.inline(closed)
+    program = _jax.copied_once(_jax.inline(closed))
     timing = _Timing(program, Clock(rates, platform))
 
     def run(*args: Any) -> list[Any]:
@@ -95,6 +96,11 @@ class _Timing:
     def _fetches(self) -> dict[int, list[Var]]:
         """Issue each fetch as many units ahead as it takes to hide it."""
         needs = [_host_inputs(self.eqns[index]) for index in self.units]
+        # What the unit before has fetched is still there: a unit's output, and the next one's input.
+        needs = [
+            [v for v in hosts if v not in before]
+            for before, hosts in itertools.pairwise([[], *needs])
+        ]
         into = [_bytes(hosts) / self.clock.rates.host_to_device for hosts in needs]
         compute = [self.clock.seconds(self.eqns[index]) for index in self.units]
         distance = 1 if sum(into) >= sum(compute) else MOST_AHEAD
@@ -156,6 +162,7 @@ class _Timing:
             for v in self.eqns[index].invars
             if _jax.is_var(v) and not _jax.on_host(v.aval)
         }
+        kept.update(e.invars[0] for e in self.eqns[:first] if _jax.crosses_to_host(e))
         needed = {v for v in self.eqns[first].invars if _jax.is_var(v)}
         stops: dict[int, Var] = {}
         for index in reversed(range(first)):

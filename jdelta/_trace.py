@@ -56,6 +56,10 @@ class Trace:
         """From the name of each region while tracing to its name in plans."""
         return {region.traced: region.name for region in self.regions}
 
+    def plan_name(self, name: RegionName) -> str:
+        """The name in plans of a value."""
+        return self.aliases[name.region] + name.removeprefix(name.region)
+
 
 def trace(step_fn: Callable[..., Any], *args: Any) -> Trace:
     """Stage a step and find its regions.

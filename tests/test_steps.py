@@ -118,7 +118,7 @@ def test_exactly_the_planned_residuals_are_stacked_by_a_loop(step):
         run = under(found, decisions, case.grads)
         jaxpr = jax.make_jaxpr(run)(case.state, case.batch)
         forward = next(loops_of(jaxpr, found.regions[0].trips))
-        carry = _jax.scan_counts(forward)[1]
+        carry = _jax.scan_counts(forward.params)[1]
         stacks[share] = Counter(
             (v.aval.shape[1:], str(v.aval.dtype)) for v in forward.outvars[carry:]
         )

@@ -1,0 +1,126 @@
+"""Boundaries: values that the step computes and hands to a region.
+
+``jax.checkpoint`` keeps a region's inputs, so a boundary stays in memory whatever is decided about
+the values inside. It cannot be recomputed, but it can be offloaded: under a budget that is below
+what recompute alone reaches. Weights, constants and slices of a loop's inputs are no boundaries.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from jdelta import _jax
+from jdelta._graph import Graph, Operation, Value
+from jdelta._naming import INPUT, RegionName
+from jdelta._primitives import CHEAP, FREE, VIEWS
+from jdelta._residual import Residual
+from jdelta._trace import Trace
+
+
+def with_boundaries(found: Sequence[Residual], trace: Trace) -> tuple[Residual, ...]:
+    """The residuals of a step and its boundaries, in the order of the forward pass.
+
+    A boundary that is a residual of the region it comes out of is one item: that residual.
+    """
+    entries = list(_entries(trace.graph, set(), 1, 0))
+    shared = Counter(entry.buffer for entry in entries)
+    alone = [entry for entry in entries if shared[entry.buffer] == 1]
+    residuals = {r.name: r for r in found}
+    for entry in alone:
+        name = trace.plan_name(entry.name)
+        maker = trace.plan_name(entry.maker) if entry.maker else None
+        if maker in residuals and residuals[maker].loops == 0:
+            residuals[maker] = replace(
+                residuals[maker], boundary=True, entering=name, needed=True, sources=(), seconds=0.0
+            )
+        else:
+            residuals[name] = _residual(entry, name)
+    return _ordered(residuals.values(), trace)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An input of a region that the step computes.
+
+    Attributes:
+        name: Its name while tracing.
+        buffer: What tells the buffer from others.
+        value: The value.
+        maker: Name of the same buffer in the region that makes it, if one does.
+        trips: How often it comes to be in a step.
+        loops: Number of loops around it.
+    """
+
+    name: RegionName
+    buffer: tuple[int, int]
+    value: Value
+    maker: RegionName | None
+    trips: int
+    loops: int
+
+
+def _entries(graph: Graph, carried: set[int], trips: int, loops: int) -> Iterator[_Entry]:
+    base = list(range(len(graph.values)))
+    makers: dict[int, RegionName] = {}
+    makes = {v: op for op in graph.operations for v in op.outputs}
+    for op in graph.operations:
+        if op.primitive in VIEWS and op.inputs:
+            base[op.outputs[0]] = base[op.inputs[0]]
+        if isinstance(op.name, RegionName) and not op.backward:
+            buffer = base[op.inputs[0]]
+            if not _is_input(op.name):
+                makers[buffer] = op.name
+            elif buffer in carried or _is_computed(makes.get(buffer), graph):
+                value = graph.values[op.outputs[0]]
+                yield _Entry(
+                    op.name, (id(graph), buffer), value, makers.get(buffer), trips, loops
+                )
+        if op.body is not None:
+            yield from _entries(op.body, _carried(op), trips * op.trips, loops + 1)
+
+
+def _is_input(name: RegionName) -> bool:
+    last = name.removeprefix(name.region + "/")
+    return last == INPUT or (last.startswith(INPUT + "_") and last[len(INPUT) + 1 :].isdigit())
+
+
+def _is_computed(op: Operation | None, graph: Graph) -> bool:
+    """Whether an operation makes a value that is not just an argument of the step, converted."""
+    if op is None or op.primitive in FREE:
+        return False
+    return op.primitive not in CHEAP or not set(op.inputs) <= set(graph.inputs)
+
+
+def _carried(op: Operation) -> set[int]:
+    """The inputs of a loop's body that an iteration takes from the one before."""
+    if op.primitive != "scan" or op.body is None:
+        return set()
+    consts, carry = _jax.scan_counts(op.params)
+    return set(op.body.inputs[consts : consts + carry])
+
+
+def _residual(entry: _Entry, name: str) -> Residual:
+    return Residual(
+        name=name,
+        region=name.removesuffix("/" + name.rsplit("/", 1)[1]),
+        shape=entry.value.shape,
+        dtype=entry.value.dtype,
+        count=entry.trips,
+        bytes=entry.value.bytes * entry.trips,
+        producer=INPUT,
+        consumers=(),
+        sources=(),
+        needed=True,
+        matmul_only=False,
+        seconds=0.0,
+        loops=entry.loops,
+        boundary=True,
+    )
+
+
+def _ordered(residuals: Sequence[Residual], trace: Trace) -> tuple[Residual, ...]:
+    """Region by region, what enters it first."""
+    order = {region.name: index for index, region in enumerate(trace.regions)}
+    return tuple(sorted(residuals, key=lambda r: (order[r.region], r.producer != INPUT)))
