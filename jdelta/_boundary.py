@@ -37,7 +37,7 @@ def with_boundaries(found: Sequence[Residual], trace: Trace) -> tuple[Residual, 
             )
         else:
             residuals[name] = _residual(entry, name)
-    return _ordered(residuals.values(), trace)
+    return _ordered(list(residuals.values()), trace)
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,13 @@ def _entries(graph: Graph, carried: set[int], trips: int, loops: int) -> Iterato
     for op in graph.operations:
         if op.primitive in VIEWS and op.inputs:
             base[op.outputs[0]] = base[op.inputs[0]]
-        if isinstance(op.name, RegionName) and not op.backward:
+        if isinstance(op.name, RegionName) and op.inputs and not op.backward:
             buffer = base[op.inputs[0]]
             if not _is_input(op.name):
                 makers[buffer] = op.name
             elif buffer in carried or _is_computed(makes.get(buffer), graph):
                 value = graph.values[op.outputs[0]]
-                yield _Entry(
-                    op.name, (id(graph), buffer), value, makers.get(buffer), trips, loops
-                )
+                yield _Entry(op.name, (id(graph), buffer), value, makers.get(buffer), trips, loops)
         if op.body is not None:
             yield from _entries(op.body, _carried(op), trips * op.trips, loops + 1)
 

@@ -97,9 +97,10 @@ def _timed(step: Step, traced: jax.stages.Traced) -> jax.stages.Traced:
 def compiler_options(target: Target, policy: Policy | None, budget: int) -> dict[str, str]:
     """Options of XLA for one program: they tell its scheduler the budget where that helps.
 
-    TPU: without a limit the scheduler takes offload back while there is memory left.
+    TPU: without a limit the scheduler takes offload back outside of loops while there is memory
+    left; with one it hides no transfer any more, so loops go without.
     """
-    if policy is None or not policy.offloaded or target.platform != "tpu":
+    if policy is None or target.platform != "tpu" or not policy.offloads_outside_loops:
         return {}
     return {"xla_tpu_user_reserved_hbm_bytes": str(max(0, target.memory - budget))}
 

@@ -180,10 +180,13 @@ def name_stack(eqn: Eqn) -> str:
 
 
 @functools.cache
+def _name_jaxpr() -> Jaxpr:
+    """A program of one ``checkpoint_name``, as a template."""
+    return open_jaxpr(jax.make_jaxpr(lambda x: checkpoint_name(x, ""))(np.float32(0)))
+
+
 def _name_equation() -> Eqn:
-    """An equation made by ``checkpoint_name``, as a template."""
-    closed = jax.make_jaxpr(lambda x: checkpoint_name(x, ""))(np.float32(0))
-    return open_jaxpr(closed).eqns[0]
+    return _name_jaxpr().eqns[0]
 
 
 def named_value(eqn: Eqn) -> str | None:
@@ -255,7 +258,8 @@ def single(eqn: Eqn) -> Jaxpr:
     """A program of one equation: its inputs are the equation's variables, each once."""
     invars = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
     outvars = [v for v in eqn.outvars if is_var(v)]
-    return core.ClosedJaxpr(core.Jaxpr([], invars, outvars, [eqn], eqn.effects), [])
+    names = _name_jaxpr().debug_info.with_unknown_names()
+    return core.ClosedJaxpr(core.Jaxpr([], invars, outvars, [eqn], eqn.effects, names), [])
 
 
 def on_host(aval: Any) -> bool:

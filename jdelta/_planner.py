@@ -161,7 +161,8 @@ class Search:
             if quicker_near:
                 self.items = self.items.without_offload()
             if candidate.peak > bound:
-                goal = bound - (candidate.peak - bound) // 4 - bound // 200
+                last = self.compiles == MOST_COMPILES - 1 and best is floor
+                goal = bound - _margin(candidate.peak - bound, bound, safe=last)
             elif candidate.overhead <= best.overhead:
                 best = candidate
                 if candidate.peak >= GOOD_USE * bound and not quicker_near:
@@ -298,6 +299,11 @@ def _fixed_bytes(graph: Graph, step: Step) -> int:
 
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _margin(excess: int, bound: int, *, safe: bool) -> int:
+    """How far below the budget to aim after a plan exceeded it; ``safe`` on the last try."""
+    return 2 * excess + bound // 50 if safe else excess // 4 + bound // 200
 
 
 def _missing(away: Sequence[Residual], planned: int, measurement: Measurement) -> str:

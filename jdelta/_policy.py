@@ -60,6 +60,12 @@ class Policy:
             return Decision.SAVE
         return Decision.OFFLOAD if name in self.offloaded else Decision.RECOMPUTE
 
+    @property
+    def offloads_outside_loops(self) -> bool:
+        """Whether a value that comes once in a step is offloaded."""
+        loops = dict(self.regions)
+        return any(loops.get(region, 0) == 0 for region in map(self._region, self.offloaded))
+
     def prevents_cse(self, region: str) -> bool:
         """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
         return dict(self.regions).get(region, 0) == 0
@@ -72,6 +78,12 @@ class Policy:
             offload_src="device",
             offload_dst="pinned_host",
         )
+
+    def _region(self, name: str) -> str:
+        """The region that a value is in; regions' names have slashes too."""
+        parts = name.split("/")
+        heads = ("/".join(parts[:count]) for count in range(len(parts), 0, -1))
+        return next((head for head in heads if head in self._region_names), name)
 
     @functools.cached_property
     def _region_names(self) -> frozenset[str]:

@@ -96,7 +96,7 @@ class _Timing:
     def _fetches(self) -> dict[int, list[Var]]:
         """Issue each fetch as many units ahead as it takes to hide it."""
         needs = [_host_inputs(self.eqns[index]) for index in self.units]
-        # What the unit before has fetched is still there: a unit's output, and the next one's input.
+        # A unit's output is the next one's input, and still there when its own unit needs it.
         needs = [
             [v for v in hosts if v not in before]
             for before, hosts in itertools.pairwise([[], *needs])

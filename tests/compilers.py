@@ -11,3 +11,6 @@ needs_cuda = pytest.mark.skipif(
     ),
     reason="JAX's CUDA plug-in is not installed",
 )
+
+TARGETS = ["tpu:v5e:2x2", pytest.param("cuda:h100", marks=needs_cuda)]
+"""Targets to compile for; the TPU's compiler comes with the tests' own requirements."""

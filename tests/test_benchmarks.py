@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from compilers import TARGETS
 from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks import (
@@ -76,8 +77,8 @@ def plain():
     return programs.traced(steps.build("tiny"), "cpu")
 
 
-def by_hand(policy):
-    return programs.traced(policies.build(policy, "tiny"), "cpu")
+def by_hand(policy, target="cpu"):
+    return programs.traced(policies.build(policy, "tiny"), target)
 
 
 def test_a_run_resumes_from_its_file(tmp_path):
@@ -136,11 +137,14 @@ def test_blocks_carry_the_names_of_every_maxtext_set(name):
             assert names & set(policy.names), key
 
 
-def test_copies_to_the_host_are_counted_and_charged():
-    price = by_hand("maxtext:minimal_offloaded").price
+@pytest.mark.compiler
+@pytest.mark.parametrize("target", TARGETS)
+def test_copies_to_the_host_are_counted_and_charged(target):
+    program = by_hand("maxtext:minimal_offloaded", target)
     hidden = 12 * 512 * 4 * 64 * 4
-    assert price.to_host == price.to_device == hidden
-    assert price.seconds > price.compute
+    assert program.price.to_host == program.price.to_device == hidden
+    exposed = program.measured.overlap.exposed
+    assert program.price.seconds == program.price.compute + exposed > program.price.compute
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """Promises checked with the real compilers of accelerators that are not here (slow)."""
 
 import dataclasses
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import TARGETS
 
 import jdelta
 from benchmarks.models import build, checkpoint
@@ -16,16 +16,6 @@ from jdelta._target import resolve
 pytestmark = pytest.mark.compiler
 
 
-def target(name, extra, module):
-    missing = importlib.util.find_spec(module) is None
-    reason = f"needs the compiler: pip install 'jdelta[{extra}]'"
-    return pytest.param(name, marks=pytest.mark.skipif(missing, reason=reason))
-
-
-TARGETS = [
-    target("tpu:v5e:2x2", "tpu", "libtpu"),
-    target("cuda:h100", "cuda", "jax_cuda13_plugin"),
-]
 MLP = {"name": "mlp", "batch": 32768}
 AWAY = {"layer/tanh": "offload", "layer/exp": "offload"}
 LAYERS, ROWS, WIDTH = 8, 16384, 1024

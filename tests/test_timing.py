@@ -1,0 +1,252 @@
+"""Timed transfers: the same numbers, each copy once, and what the compilers make of it."""
+
+import fnmatch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compilers import TARGETS
+
+import jdelta
+from benchmarks.models import build
+from jdelta import BudgetError, Decision, _jax
+from jdelta._boundary import with_boundaries
+from jdelta._items import items_of
+from jdelta._measure import measure
+from jdelta._policy import Policy
+from jdelta._region import Session
+from jdelta._residual import residuals
+from jdelta._target import resolve
+from jdelta._timing import timed
+from jdelta._trace import trace
+
+TARGET = resolve("tpu:v5e:2x2")
+AWAY = ("*/tanh*", "*/cos")
+
+
+@jdelta.remat
+def layer(w, x):
+    h = jnp.tanh(x @ w)
+    return x + jnp.sin(h @ w)
+
+
+@jdelta.remat
+def closed(w, x):  # its output is a residual, and the input of the next one
+    return jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])
+
+
+def stacked(layers, width=8, key=0):
+    return 0.3 * jax.random.normal(jax.random.key(key), (layers, width, width))
+
+
+def looped(*, reverse=False, unit=layer):
+    def step(ws, x):
+        def loss(ws):
+            def body(x, w):
+                return unit(w, x), jnp.sum(x)
+
+            y, sums = jax.lax.scan(body, x, ws, reverse=reverse)
+            return jnp.mean(y**2) + jnp.sum(sums**2) * 1e-3
+
+        return jax.value_and_grad(loss)(ws)
+
+    return step
+
+
+def unrolled(unit=layer):
+    def step(ws, x):
+        def loss(ws):
+            y = x
+            for w in ws:
+                y = unit(w, y)
+            return jnp.mean(y**2)
+
+        return jax.value_and_grad(loss)(list(ws))
+
+    return step
+
+
+def offloading(step, args, away=AWAY):
+    """The staged step with everything that ``away`` fits offloaded, and how much that is."""
+    found = trace(step, *args)
+    priced = with_boundaries([r for g in found.regions for r in residuals(g, TARGET)], found)
+    decisions = {
+        r.name: Decision.OFFLOAD
+        if any(fnmatch.fnmatchcase(r.name, pattern) for pattern in away)
+        else Decision.SAVE
+        if r.boundary
+        else Decision.RECOMPUTE
+        for r in priced
+    }
+    names = items_of(priced, TARGET, 0.0, {}).policy_decisions(decisions)
+    policy = Policy.of(names, {region.name: region.loops for region in found.regions})
+
+    def planned(*args):
+        with _jax.session_context(Session(policy, found.aliases)):
+            return step(*args)
+
+    gone = sum(d is Decision.OFFLOAD for d in decisions.values())
+    return jax.make_jaxpr(planned)(*args), gone
+
+
+def check(step, args, platform="cuda", away=AWAY):
+    staged, gone = offloading(step, args, away)
+    run = timed(staged, TARGET.rates, platform)
+    results = jax.jit(run)(*jax.tree.leaves(args))
+    expected = jax.tree.leaves(jax.jit(step)(*args))
+    for value, other in zip(results, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=2e-5, atol=1e-6)
+    assert gone
+    return jax.make_jaxpr(run)(*jax.tree.leaves(args)), gone
+
+
+def transfers(jaxpr):
+    """Copies to the host and fetches, loops looked into."""
+    out = into = 0
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        out += _jax.crosses_to_host(eqn)
+        into += _jax.crosses_to_device(eqn)
+        for inner in _jax.subjaxprs(eqn):
+            more = transfers(inner)
+            out, into = out + more[0], into + more[1]
+    return out, into
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_loops_compute_the_same(layers, reverse, platform):
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    check(looped(reverse=reverse), (stacked(layers), x), platform)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 6])
+def test_unrolled_units_compute_the_same(layers):
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    check(unrolled(), (stacked(layers), x))
+
+
+def test_each_offloaded_value_crosses_the_link_once_each_way():
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    pairs = jnp.stack([stacked(5, key=0), stacked(5, key=1)], axis=1)
+    jaxpr, gone = check(unrolled(closed), (pairs, x), away=("*/tanh*",))
+    assert gone == 2 * 5
+    assert transfers(jaxpr) == (gone, gone)
+
+
+def test_a_stack_that_something_else_reads_is_not_written_late():
+    def step(ws, x):
+        def loss(ws):
+            y, kept = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, ws)
+            away = jax.device_put(kept, jax.memory.Space.Host)
+            return jnp.mean(y**2), away
+
+        (value, away), grads = jax.value_and_grad(loss, has_aux=True)(ws)
+        return value, grads, jax.device_put(away, jax.memory.Space.Device)
+
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    args = (stacked(3), x)
+    staged = jax.make_jaxpr(step)(*args)
+    results = jax.jit(timed(staged, TARGET.rates, "cuda"))(*args)
+    for value, other in zip(results, jax.tree.leaves(step(*args)), strict=True):
+        np.testing.assert_allclose(value, other, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "scan"), [("gpt2", False), ("gpt2", True), ("bert-base", False), ("llama", True)]
+)
+def test_models_train_the_same_with_everything_offloaded(model, scan):
+    options = {"scan": True} if scan else {}
+    case = build(model, small=True, remat=jdelta.remat, **options)
+    state, batch = case.init(0)
+    staged, gone = offloading(case.grads, (state, batch), ("*",))
+    assert gone > 10
+    run = jax.jit(timed(staged, TARGET.rates, "cuda"))
+    results = run(*jax.tree.leaves((state, batch)))
+    expected = jax.tree.leaves(jax.jit(case.grads)(state, batch))
+    largest = max(float(abs(leaf).max()) for leaf in expected)
+    for value, other in zip(results, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6 * largest)
+
+
+LAYERS, ROWS, WIDTH = 16, 16384, 1024  # two residuals of 64 MiB a layer
+
+
+def stack_of_layers():
+    shape = jax.ShapeDtypeStruct
+    pair = (shape((WIDTH, WIDTH), jnp.float32),) * 2
+    return unrolled(closed), ([pair] * LAYERS, shape((ROWS, WIDTH), jnp.float32))
+
+
+def least_by_recompute(target):
+    """Temporaries and peak of the stack with nothing saved, by JAX's own means."""
+    where = resolve(target)
+    step, args = unrolled(jax.checkpoint(closed.__wrapped__)), stack_of_layers()[1]
+    traced = jax.jit(step).trace(*where.abstract(args))
+    _, measured = measure(traced.lower(lowering_platforms=(where.platform,)), where)
+    return measured.temporaries, measured.peak
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("target", TARGETS)
+def test_unrolled_offload_works(target):
+    if refusal := resolve(target).offload_refusal:
+        pytest.skip(refusal)
+    step, args = stack_of_layers()
+    plan = jdelta.plan(step, "1GiB", *args, target=target, pin={"*/tanh*": "offload"})
+    away = sum(r.bytes for r in plan.residuals if plan.decisions[r.name] is Decision.OFFLOAD)
+    assert plan.host_bytes == away == 2 * LAYERS * ROWS * WIDTH * 4
+    inputs = sum(leaf.size * 4 for leaf in jax.tree.leaves(args))
+    temporaries = plan.compiled_peak - inputs - (inputs - ROWS * WIDTH * 4)
+    if target.startswith("cuda"):
+        assert temporaries <= 450 * 2**20
+    assert temporaries <= 0.4 * least_by_recompute(target)[0]
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_budget_below_what_recompute_reaches_sends_boundaries_away(target):
+    step, args = stack_of_layers()
+    budget = int(0.75 * least_by_recompute(target)[1])
+    if resolve(target).offload_refusal:
+        with pytest.raises(BudgetError, match="below the floor"):
+            jdelta.plan(step, budget, *args, target=target)
+        return
+    plan = jdelta.plan(step, budget, *args, target=target)
+    assert plan.compiled_peak <= plan.budget
+    entering = [r for r in plan.residuals if r.boundary]
+    assert plan.decisions[entering[0].name] is Decision.OFFLOAD
+    assert plan.host_bytes == sum(
+        r.bytes for r in entering if plan.decisions[r.name] is Decision.OFFLOAD
+    )
+
+
+@jdelta.remat
+def narrowing(ws, x):
+    h = jnp.tanh(jnp.tanh(x @ ws["a"]) @ ws["b"])  # small, after much compute
+    return x + jnp.sin(h @ ws["c"]) @ ws["a"]
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("target", TARGETS)
+def test_transfers_of_a_loop_run_behind_compute(target):
+    if refusal := resolve(target).offload_refusal:
+        pytest.skip(refusal)
+
+    def step(ws, x):
+        def loss(ws):
+            y, _ = jax.lax.scan(lambda x, w: (narrowing(w, x), None), x, ws)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        return jax.value_and_grad(loss)(ws)
+
+    def weights(*shape):
+        return jax.ShapeDtypeStruct((6, *shape), jnp.bfloat16)
+
+    ws = {"a": weights(4096, 4096), "b": weights(4096, 256), "c": weights(256, 4096)}
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+    plan = jdelta.plan(step, 0.9, ws, x, target=target, pin={"*/tanh_1": "offload"})
+    assert plan.host_bytes >= 6 * 8192 * 256 * 2
+    assert plan.overlap.bytes_out >= 6 * 8192 * 256 * 2
+    assert plan.overlap.hidden > 0.8
