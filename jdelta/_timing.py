@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,26 +117,29 @@ class _Timing:
         """Tie each copy to the host to the first later value by which it can be done."""
         if not self.units:
             return {}
-        first = self.units[0]
-        forward = range(first)
-        clock = [0.0]
-        for index in forward:
-            clock.append(clock[-1] + self.clock.seconds(self.eqns[index]))
-        stops = self._stops(first)
+        forward = self.eqns[: self.units[0]]
+        clock = list(itertools.accumulate(map(self.clock.seconds, forward), initial=0.0))
+        out = [self._seconds_out(eqn) for eqn in forward]
+        unit = clock[-1] / len(self.units)
+        longest = unit * (1 if sum(out) >= clock[-1] else MOST_AHEAD)
+        stops = self._stops(len(forward))
         ties: dict[int, tuple[Var, list[Var]]] = {}
         link = 0.0
-        for index in forward:
-            if not _jax.crosses_to_host(self.eqns[index]):
+        for index, eqn in enumerate(forward):
+            if not _jax.crosses_to_host(eqn):
                 continue
-            (host,) = self.eqns[index].outvars
-            link = max(link, clock[index]) + _bytes([host]) / self.clock.rates.device_to_host
-            after = self._after(index, stops)
-            if not after:
-                continue  # the barrier before the first backward unit ends it
-            done = [stop for stop in after if clock[stop + 1] >= link]
-            stop = done[0] if done else after[-1]
-            ties.setdefault(stop, (stops[stop], []))[1].append(host)
+            link = max(link, clock[index]) + out[index]
+            goal = min(link, clock[index] + longest)
+            for stop in self._after(index, stops):
+                if clock[stop + 1] >= goal:
+                    ties.setdefault(stop, (stops[stop], []))[1].append(eqn.outvars[0])
+                    break  # without any, the barrier before the first backward unit ends it
         return ties
+
+    def _seconds_out(self, eqn: Eqn) -> float:
+        """Seconds that an equation keeps the link to the host busy."""
+        rate = self.clock.rates.device_to_host
+        return _bytes(eqn.outvars) / rate if _jax.crosses_to_host(eqn) else 0.0
 
     def _late(self) -> frozenset[Var]:
         if self.clock.platform not in TIED:
@@ -172,19 +175,15 @@ class _Timing:
             stops.update((index, v) for v in outs if v in kept)
         return dict(sorted(stops.items()))
 
-    def _after(self, index: int, stops: Mapping[int, Var]) -> list[int]:
-        """The next stops that are computed from what equation ``index`` copies."""
+    def _after(self, index: int, stops: Mapping[int, Var]) -> Iterator[int]:
+        """The stops that are computed from what equation ``index`` copies."""
         reached = set(self.eqns[index].invars)
-        after: list[int] = []
         for later in range(index + 1, max(stops, default=0) + 1):
             eqn = self.eqns[later]
             if any(_jax.is_var(v) and v in reached for v in eqn.invars):
                 reached.update(eqn.outvars)
                 if later in stops and stops[later] in reached:
-                    after.append(later)
-                    if len(after) == MOST_AHEAD + 1:
-                        break
-        return after[1:]  # the first is the unit's own end
+                    yield later
 
 
 def _host_inputs(eqn: Eqn) -> list[Var]:

@@ -1,0 +1,211 @@
+"""What the TPU and CUDA compilers make of offload: each mechanism on the same small programs.
+
+The unrolled stack is 16 layers with two float32 residuals of 64 MiB each, all offloaded; the loop
+is six iterations of a layer with one small residual after much compute. Each row is one way to say
+when transfers happen. Temporaries and host bytes are the compiler's, ahead of time; what is hidden
+is read off its schedule at the rates of `jdelta/_chips.py`.
+
+    python -m benchmarks.xla.transfers --json transfers.json
+
+Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in 0.12.0.1) stand in docs/how-it-works.md.
+What follows from them stands in `jdelta/_timing.py` and `jdelta/_emit.py`.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from jdelta._measure import measure
+from jdelta._target import resolve
+
+LAYERS, ROWS, WIDTH = 16, 16384, 1024
+TARGETS = ("tpu:v5e:2x2", "cuda:h100")
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+LIMIT = 2**30
+"""Device memory that the soft limit leaves, bytes."""
+
+Arrays = Sequence[Any]
+tie = lax.optimization_barrier
+
+
+def forward(w: Arrays, x: Any) -> tuple[Any, Any]:
+    """Both residuals of a layer; the second one is its result."""
+    h = jnp.tanh(x @ w[0])
+    return h, jnp.tanh(h @ w[1])
+
+
+def backward(w: Arrays, x: Any, h: Any, y: Any, ct: Any) -> tuple[Any, Any, Any]:
+    """Gradients of a layer's weights and of its input."""
+    dz = ct * (1 - y * y)
+    dy = (dz @ w[1].T) * (1 - h * h)
+    return x.T @ dy, h.T @ dz, dy @ w[0].T
+
+
+def unrolled(lag: int | None, ahead: int | None, gradients: bool) -> Callable[..., Any]:
+    """The stack with its transfers written out.
+
+    Args:
+        lag: Layers after which a copy to the host is tied to a layer's result; None: not tied.
+        ahead: Layers before its use at which a fetch is tied to a cotangent; None: not tied.
+        gradients: Whether a layer's gradients end together.
+    """
+
+    def program(weights: Arrays, x: Any) -> Any:
+        hosts: list[Any] = []
+        first = x
+        for i, w in enumerate(weights):
+            h, x = forward(w, x)
+            hosts.append(tuple(jax.device_put(v, HOST) for v in (h, x)))
+            if lag is not None and i >= lag:
+                x, hosts[i - lag] = tie((x, hosts[i - lag]))
+        ct = x * (2.0 / x.size)
+        device: dict[int, Any] = {}
+
+        def fetch(i: int, ct: Any) -> Any:
+            if i < 0 or i in device:
+                return ct
+            if ahead is not None:
+                ct, hosts[i] = tie((ct, hosts[i]))
+            device[i] = tuple(jax.device_put(v, DEVICE) for v in hosts[i])
+            return ct
+
+        grads: list[Any] = []
+        for i in reversed(range(len(weights))):
+            for j in range(i, i - (ahead or 0) - 2, -1):
+                ct = fetch(j, ct)
+            (h, y), below = device[i], device[i - 1][1] if i else first
+            h, y, below, ct = tie((h, y, below, ct))
+            *dw, ct = backward(weights[i], below, h, y, ct)
+            if gradients:
+                dw, ct = tie((dw, ct))
+            grads.append(dw)
+        return grads, ct
+
+    return program
+
+
+def recompute(weights: Arrays, x: Any) -> Any:
+    """The stack under `jax.checkpoint`, nothing offloaded."""
+
+    def loss(weights: Arrays) -> Any:
+        y = x
+        for w in weights:
+            y = jax.checkpoint(lambda w, y: forward(w, y)[1])(w, y)
+        return jnp.mean(y**2)
+
+    return jax.grad(loss)(weights)
+
+
+def by_policy(weights: Arrays, x: Any) -> Any:
+    """The stack under a policy that offloads everything, and nothing that says when."""
+    name = jax.ad_checkpoint.checkpoint_name
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["x", "h"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def layer(w: Arrays, x: Any) -> Any:
+        h = name(jnp.tanh(name(x, "x") @ w[0]), "h")
+        return jnp.tanh(h @ w[1])
+
+    def loss(weights: Arrays) -> Any:
+        y = x
+        for w in weights:
+            y = jax.checkpoint(layer, policy=policy)(w, y)
+        return jnp.mean(y**2)
+
+    return jax.grad(loss)(weights)
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "recompute, nothing offloaded": recompute,
+    "policy": by_policy,
+    "copies in the program, no ties": unrolled(None, None, gradients=False),
+    "fetch tied to its layer's cotangent": unrolled(None, 0, gradients=True),
+    "copies out tied to their layer": unrolled(0, None, gradients=True),
+    "both tied, gradients not": unrolled(0, 0, gradients=False),
+    "both tied to their layer, gradients too": unrolled(0, 0, gradients=True),
+    "out one layer late, in one layer ahead": unrolled(1, 1, gradients=True),
+    "out two layers late, in two layers ahead": unrolled(2, 2, gradients=True),
+}
+
+
+def row(way: str, target: str, limited: bool) -> dict[str, Any]:
+    """Compile one way for one target."""
+    where = resolve(target)
+    pair = (jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),) * 2
+    args = where.abstract(([pair] * LAYERS, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)))
+    room = {"xla_tpu_user_reserved_hbm_bytes": str(where.memory - LIMIT)}
+    lowered = jax.jit(WAYS[way]).trace(*args).lower(lowering_platforms=(where.platform,))
+    _, measured = measure(lowered, where, room if limited else {})
+    return {
+        "way": way,
+        "target": target,
+        "limited": limited,
+        "temporaries": measured.temporaries,
+        "host": measured.host,
+        "hidden": measured.overlap.hidden,
+        "jax": jax.__version__,
+    }
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as the docs show them: temporaries and host bytes in MiB."""
+    columns = list(dict.fromkeys((r["target"], r["limited"]) for r in rows))
+    heads = [f"{t}{', 1 GiB left' if limited else ''}" for t, limited in columns]
+    lines = ["| way | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    for way in dict.fromkeys(r["way"] for r in rows):
+        cells = [_cell(r) for c in columns for r in rows if _key(r) == (way, *c)]
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _key(r: dict[str, Any]) -> tuple[str, str, bool]:
+    return r["way"], r["target"], r["limited"]
+
+
+def _cell(r: dict[str, Any]) -> str:
+    return f"{r['temporaries'] >> 20} / {r['host'] >> 20}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="file to resume from and to write all rows to")
+    parser.add_argument("--markdown", action="store_true", help="print what the file has; run none")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    if options.json and options.json.exists():
+        rows = json.loads(options.json.read_text())
+    if options.markdown:
+        print(markdown(rows))
+        return
+    limits = {"tpu:v5e:2x2": (False, True), "cuda:h100": (False,)}
+    jobs = [(w, t, limit) for w, t in itertools.product(WAYS, TARGETS) for limit in limits[t]]
+    done = {_key(r) for r in rows}
+    todo = [functools.partial(row, *job) for job in jobs if job not in done]
+    for job in track(todo, "compiling"):
+        rows.append(job())
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    table = Table("way", "target", "limited", "temporaries", "host", "hidden")
+    for r in rows:
+        sizes = (f"{r[key] / 2**20:.0f}" for key in ("temporaries", "host"))
+        table.add_row(*map(str, _key(r)), *sizes, f"{r['hidden']:.0%}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
