@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import jax
 
@@ -50,7 +49,7 @@ class Program:
     graph: Graph
     lower: Callable[[], jax.stages.Lowered]
     target: Target
-    options: Mapping[str, str] = MappingProxyType({})
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @functools.cached_property
     def measured(self) -> Measurement:

@@ -38,11 +38,26 @@ class Clock:
     rates: Rates
     platform: str
 
-    def seconds(self, eqn: Eqn) -> float:
-        """Roofline seconds of a matrix product, a loop or a unit; the rest is taken for nothing."""
-        if eqn.primitive.name not in MATMULS and not any(True for _ in _jax.subjaxprs(eqn)):
-            return 0.0
-        return program_seconds(graph_of(_jax.single(eqn)), self.rates, self.platform)
+    def seconds(self, program: Jaxpr) -> float:
+        """Roofline seconds of a whole program."""
+        return program_seconds(graph_of(program), self.rates, self.platform)
+
+    def each(self, program: Jaxpr) -> list[float]:
+        """Roofline seconds of each equation of a program.
+
+        Products and loops take what they take; what the program takes beyond that is shared out
+        among the others, which are fused in ways that no equation knows of by itself.
+        """
+        eqns = _jax.open_jaxpr(program).eqns
+        alone = [self.seconds(_jax.single(eqn)) for eqn in eqns]
+        heavy = [s if _is_heavy(eqn) else 0.0 for eqn, s in zip(eqns, alone, strict=True)]
+        rest = sum(alone) - sum(heavy)
+        share = max(0.0, self.seconds(program) - sum(heavy)) / rest if rest else 0.0
+        return [h or share * a for h, a in zip(heavy, alone, strict=True)]
+
+
+def _is_heavy(eqn: Eqn) -> bool:
+    return eqn.primitive.name in MATMULS or any(True for _ in _jax.subjaxprs(eqn))
 
 
 @dataclass(frozen=True)
@@ -216,7 +231,7 @@ def _stops(body: Jaxpr, loop: _Loop, sizes: Sequence[int], clock: Clock) -> dict
     """
     eqns = _jax.open_jaxpr(body).eqns
     path = _path(body, loop)
-    done = list(itertools.accumulate(clock.seconds(eqn) for eqn in eqns))
+    done = list(itertools.accumulate(clock.each(body)))
     goals = [done[-1] * part / sum(sizes) for part in itertools.accumulate(sizes[:-1])]
     stops: dict[int, Var] = {}
     for index, eqn in enumerate(eqns):

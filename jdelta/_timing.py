@@ -102,7 +102,8 @@ class _Timing:
             for before, hosts in itertools.pairwise([[], *needs])
         ]
         into = [_bytes(hosts) / self.clock.rates.host_to_device for hosts in needs]
-        compute = [self.clock.seconds(self.eqns[index]) for index in self.units]
+        units = [_jax.single(self.eqns[index]) for index in self.units]
+        compute = [self.clock.seconds(unit) for unit in units]
         distance = 1 if sum(into) >= sum(compute) else MOST_AHEAD
         issued: dict[int, list[Var]] = defaultdict(list)
         for number, hosts in enumerate(needs):
@@ -118,7 +119,10 @@ class _Timing:
         if not self.units:
             return {}
         forward = self.eqns[: self.units[0]]
-        clock = list(itertools.accumulate(map(self.clock.seconds, forward), initial=0.0))
+        made = {v for eqn in forward for v in eqn.outvars}
+        ended = [v for index in self.units for v in self.eqns[index].invars if v in made]
+        program = _jax.rebuild(self.program, forward, ended, {})
+        clock = list(itertools.accumulate(self.clock.each(program), initial=0.0))
         out = [self._seconds_out(eqn) for eqn in forward]
         unit = clock[-1] / len(self.units)
         longest = unit * (1 if sum(out) >= clock[-1] else MOST_AHEAD)

@@ -60,7 +60,7 @@ def unrolled(unit=layer):
             y = x
             for w in ws:
                 y = unit(w, y)
-            return jnp.mean(y**2)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
 
         return jax.value_and_grad(loss)(list(ws))
 
@@ -170,13 +170,13 @@ def test_models_train_the_same_with_everything_offloaded(model, scan):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6 * largest)
 
 
-LAYERS, ROWS, WIDTH = 16, 16384, 1024  # two residuals of 64 MiB a layer
+LAYERS, ROWS, WIDTH = 16, 32768, 1024  # two bfloat16 residuals of 64 MiB a layer
 
 
 def stack_of_layers():
     shape = jax.ShapeDtypeStruct
-    pair = (shape((WIDTH, WIDTH), jnp.float32),) * 2
-    return unrolled(closed), ([pair] * LAYERS, shape((ROWS, WIDTH), jnp.float32))
+    pair = (shape((WIDTH, WIDTH), jnp.bfloat16),) * 2
+    return unrolled(closed), ([pair] * LAYERS, shape((ROWS, WIDTH), jnp.bfloat16))
 
 
 def least_by_recompute(target):
@@ -196,12 +196,13 @@ def test_unrolled_offload_works(target):
     step, args = stack_of_layers()
     plan = jdelta.plan(step, "1GiB", *args, target=target, pin={"*/tanh*": "offload"})
     away = sum(r.bytes for r in plan.residuals if plan.decisions[r.name] is Decision.OFFLOAD)
-    assert plan.host_bytes == away == 2 * LAYERS * ROWS * WIDTH * 4
-    inputs = sum(leaf.size * 4 for leaf in jax.tree.leaves(args))
-    temporaries = plan.compiled_peak - inputs - (inputs - ROWS * WIDTH * 4)
+    assert plan.host_bytes == away == 2 * LAYERS * ROWS * WIDTH * 2
+    weights, x = (sum(leaf.size * 2 for leaf in jax.tree.leaves(arg)) for arg in args)
+    temporaries = plan.compiled_peak - (weights + x) - weights
     if target.startswith("cuda"):
         assert temporaries <= 450 * 2**20
-    assert temporaries <= 0.4 * least_by_recompute(target)[0]
+    else:
+        assert temporaries <= 0.35 * least_by_recompute(target)[0]
 
 
 @pytest.mark.compiler
