@@ -2,8 +2,9 @@
 
 For each step, target and hand policy: the policy's own compiled peak becomes the budget of a plan,
 and the seconds that both add to the plain step are compared. Both are predicted by the same cost
-model from the traced programs (program less plain program, copies to and from the host charged in
-full); `overhead` of the plan is what its own items add up to. Nothing is run on a device.
+model: the traced program less the plain program, and copies to and from the host as far as the
+compiled schedule exposes them. The estimate is what the plan's own items add up to. Nothing is run
+on a device.
 
     python -m benchmarks.hand_policies --step "gpt2 scanned" --target cuda:h100 --json rows.json
 """

@@ -18,6 +18,7 @@ from benchmarks import (
     hand_policies,
     max_batch,
     models,
+    offload,
     policies,
     programs,
     record,
@@ -25,7 +26,7 @@ from benchmarks import (
     steps,
 )
 
-SCRIPTS = [budgets, device, hand_policies, max_batch, savings]
+SCRIPTS = [budgets, device, hand_policies, max_batch, offload, savings]
 STEP = {"step": "tiny", "target": "cpu"}
 
 
