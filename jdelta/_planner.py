@@ -31,6 +31,9 @@ MOST_COMPILES = 4
 _SURELY_THERE = 0.98
 """Part of the planned host bytes that a compiled program must hold there."""
 
+OUTLIER = 1.5
+"""Times its prediction at which a compiled peak says nothing about other candidates."""
+
 MOST_TRACES = 5
 """Candidates traced and simulated for one compile."""
 
@@ -229,7 +232,7 @@ class Search:
         self.compiles += 1
         options = compiler_options(self.step.target, candidate.emission.policy, self.bound)
         compiled, measurement = measure(candidate.emission.lower(), self.step.target, options)
-        if candidate.decisions is not None:
+        if candidate.decisions is not None and measurement.peak <= OUTLIER * candidate.predicted:
             self._points.append((candidate.emission.timeline.peak, measurement.peak))
         candidate = replace(candidate, measurement=measurement, compiled=compiled)
         if candidate.decisions is not None and measurement.host:
@@ -303,6 +306,7 @@ def _is_key(leaf: Any) -> bool:
 
 def _margin(excess: int, bound: int, *, safe: bool) -> int:
     """How far below the budget to aim after a plan exceeded it; ``safe`` on the last try."""
+    excess = min(excess, bound // 10)
     return 2 * excess + bound // 50 if safe else excess // 4 + bound // 200
 
 
