@@ -46,10 +46,10 @@ class Compiler:
         ]
         return int(value.bytes * min(factors))
 
-    def kept_bytes(self, value: Value, *, matmul_only: bool) -> int:
-        """Bytes of a value that a loop stacks, or a unit saves, for the backward pass.
+    def stacked_bytes(self, value: Value, *, matmul_only: bool) -> int:
+        """Bytes of a value that a loop stacks for a later one.
 
-        TPU: a float32 value that only matrix products read is kept as the bfloat16 they take.
+        TPU: a float32 value that only matrix products read is stacked as the bfloat16 they take.
         """
         narrow = self.platform == "tpu" and matmul_only and value.dtype == "float32"
         return self.bytes(value) // (2 if narrow else 1)

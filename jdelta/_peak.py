@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jdelta._fusion import Compiler, matmul_only, storage
-from jdelta._graph import BARRIER, Graph, Operation, Value
+from jdelta._graph import Graph, Operation, Value
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
         compiler: What compiles it.
     """
     roots = storage(graph, compiler)
-    sizes = _sizes(graph, compiler, roots)
+    sizes = _sizes(graph, compiler)
     last = _last_reads(graph, roots)
     fixed = {r for v in (*graph.inputs, *graph.outputs) if v is not None for r in roots[v]}
     producers = graph.producers()
@@ -79,16 +79,13 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
     return Timeline(tuple(live), graph, last)
 
 
-def _sizes(graph: Graph, compiler: Compiler, roots: list[frozenset[int]]) -> list[int]:
-    """Bytes of each buffer; what loops stack, and what units save, may be stored narrower."""
+def _sizes(graph: Graph, compiler: Compiler) -> list[int]:
     sizes = [compiler.bytes(value) for value in graph.values]
     narrow = matmul_only(graph)
     for op in graph.operations:
-        kept = op.outputs if op.primitive == "scan" else ()
-        if op.primitive == BARRIER:
-            kept = frozenset[int]().union(*(roots[v] for v in op.inputs))
-        for v in kept:
-            sizes[v] = compiler.kept_bytes(graph.values[v], matmul_only=v in narrow)
+        if op.primitive == "scan":
+            for v in op.outputs:
+                sizes[v] = compiler.stacked_bytes(graph.values[v], matmul_only=v in narrow)
     return sizes
 
 
