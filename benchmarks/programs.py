@@ -11,7 +11,7 @@ import jdelta
 from benchmarks.models import Case
 from benchmarks.record import Row
 from jdelta._cost import program_seconds
-from jdelta._emit import Step, compiler_options, emit
+from jdelta._emit import Step, emit
 from jdelta._graph import Graph, graph_of
 from jdelta._measure import Measurement, measure
 from jdelta._target import Target, resolve
@@ -87,8 +87,7 @@ def planned(case: Case, plan: jdelta.Plan) -> Program:
     placed = where.abstract((case.state, case.batch))
     step = Step(case.step, placed, plan.donate_argnums, where, dict(plan.aliases))
     emission = emit(step, plan.policy)
-    options = compiler_options(where, plan.policy, plan.budget)
-    return Program(emission.timeline.graph, emission.lower, where, options)
+    return Program(emission.timeline.graph, emission.lower, where, emission.options)
 
 
 def plan(case: Case, budget: float, target: str) -> tuple[Row, jdelta.Plan | None]:

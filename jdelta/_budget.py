@@ -54,6 +54,26 @@ def parse_budget(budget: object) -> Budget:
     return Budget(bytes=int(budget))
 
 
+def parse_host_budget(host_budget: object) -> int:
+    """Read a bound on pinned host bytes; zero keeps everything off the host.
+
+    Raises:
+        BudgetError: It is negative, not finite, a share, or not understood.
+    """
+    if host_budget == 0:
+        return 0
+    try:
+        size = parse_budget(host_budget).bytes
+    except BudgetError:
+        size = None
+    if size is None:
+        raise BudgetError(
+            "host_budget: expected bytes (0: nothing goes to the host) or a size such as "
+            f"'40GiB'; got {host_budget!r}"
+        )
+    return size
+
+
 def _parse_text(text: str) -> Budget:
     match = _PATTERN.fullmatch(text)
     if match is None:

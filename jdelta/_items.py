@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jdelta._budget import format_bytes
 from jdelta._decision import Decision
-from jdelta._errors import PlanMismatchError
+from jdelta._errors import BudgetError, PlanMismatchError
 from jdelta._fusion import Compiler
 from jdelta._graph import Value
 from jdelta._problem import Item, Problem
@@ -115,22 +117,38 @@ def items_of(
     Raises:
         PlanMismatchError: A pattern of ``pin`` fits no residual, or pins to the host what cannot
             be offloaded.
+        BudgetError: More is pinned to the host than ``host_budget``.
     """
     pinned = _pinned(residuals, target, pin)
     away = sum(r.bytes for r in residuals if pinned.get(r.name) is Decision.OFFLOAD)
     hidden = _hidden(residuals, target)
     room = host_budget - away
+    if room < 0:
+        raise BudgetError(
+            f"pin= puts {format_bytes(away)} on the host, more than host_budget, "
+            f"{format_bytes(host_budget)}. Pin less there, or raise host_budget."
+        )
     inside = [r for r in residuals if not r.boundary]
-    leaving = [r for r in residuals if not r.boundary or offload_refusal(r, target) is None]
+    free = [r for r in residuals if r.boundary and r.name not in pinned]
+    entering = _fitting(free, target, room)
+    taken = sum(r.bytes for r in entering)
+    leaving = [r for r in residuals if not r.boundary or r in entering]
     return Items(
         problem=Problem(_items(inside, target, pinned), 0.0, room, *hidden),
-        deep=Problem(_deep_items(leaving, target, pinned, hidden), 0.0, room, *hidden)
-        if len(leaving) > len(inside)
+        deep=Problem(_deep_items(leaving, target, pinned, hidden), 0.0, room - taken, *hidden)
+        if entering
         else None,
         whole=Problem(_items(residuals, target, {}), 0.0, math.inf, *hidden),
         residuals=tuple(residuals),
         pinned=pinned,
     )
+
+
+def _fitting(boundaries: Sequence[Residual], target: Target, room: float) -> list[Residual]:
+    """The boundaries that may leave the device, as many of the first as host memory takes."""
+    movable = [r for r in boundaries if offload_refusal(r, target) is None]
+    filled = itertools.accumulate(r.bytes for r in movable)
+    return [r for r, total in zip(movable, filled, strict=True) if total <= room]
 
 
 def _hidden(residuals: Sequence[Residual], target: Target) -> tuple[float, float]:
@@ -215,6 +233,13 @@ def _pinned(
             raise PlanMismatchError(
                 f"pin: no residual is called {pattern!r}; there are "
                 f"{', '.join(r.name for r in residuals[:8])}… (print a plan to see all)"
+            )
+        if decision is Decision.RECOMPUTE:
+            fitting = [r for r in fitting if not r.boundary]
+        if not fitting:
+            raise PlanMismatchError(
+                f"pin: {pattern!r} fits only what enters a region, which jax.checkpoint keeps: "
+                "save or offload it, or mark a larger unit with jdelta.remat"
             )
         for r in fitting:
             refusal = offload_refusal(r, target) if decision is Decision.OFFLOAD else None

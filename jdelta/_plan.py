@@ -13,10 +13,10 @@ import jax
 
 from jdelta import _file
 from jdelta._boundary import with_boundaries
-from jdelta._budget import format_bytes, parse_budget
+from jdelta._budget import format_bytes, parse_budget, parse_host_budget
 from jdelta._cost import program_seconds
 from jdelta._decision import Decision
-from jdelta._emit import Step, compiler_options, emit
+from jdelta._emit import Step, emit
 from jdelta._errors import BudgetError, PlanMismatchError, TargetError
 from jdelta._items import items_of
 from jdelta._measure import Measurement, measure
@@ -217,7 +217,8 @@ def plan(
             ``"cuda:b200"``.
         donate_argnums: As in ``jax.jit``; donated arguments count once in the peak.
         solver: ``"knapsack"`` (DELTA's heuristic), ``"milp"`` (exact, HiGHS), or a solver object.
-        host_budget: Bound on pinned host bytes; default: the target's, as far as it is known.
+        host_budget: Bound on pinned host bytes, 0 for no offload; default: the target's host memory,
+            as far as it is known.
         pin: Decisions taken by hand: from a pattern of residual names (``"h/mlp/*"``) to
             ``"save"``, ``"offload"`` or ``"recompute"``.
 
@@ -225,7 +226,8 @@ def plan(
         A ``Plan``; without ``args`` a ``DeferredPlan``.
 
     Raises:
-        BudgetError: The budget is malformed, above the target's memory, or below the floor.
+        BudgetError: The budget is malformed, above the target's memory, or below the floor; or more
+            is pinned to the host than ``host_budget``.
         TraceError: The step has no region or takes no gradient.
         TargetError: The target is unknown or its compiler is not installed.
         OffloadError: The compiled program does not offload what was planned.
@@ -351,9 +353,8 @@ def _compile(
             "code, shapes, dtypes, or versions of JAX and Flax. Plan this program."
         )
     step = Step(fun, args, donate, target, dict(plan.aliases))
-    lowered = emit(step, plan.policy).lower()
-    options = compiler_options(target, plan.policy, plan.budget)
-    compiled, measurement = measure(lowered, target, options, executable=True)
+    emission = emit(step, plan.policy)
+    compiled, measurement = measure(emission.lower(), target, emission.options, executable=True)
     if compiled is None or measurement.peak > plan.budget:
         raise BudgetError(
             f"Compiled with donate_argnums={donate} the step needs "
@@ -426,12 +427,7 @@ def _result(found: Found) -> str:
 def _host_capacity(host_budget: int | str | None, target: Target) -> float:
     if host_budget is None:
         return float(target.host_memory or math.inf)
-    parsed = parse_budget(host_budget)
-    if parsed.bytes is None:
-        raise BudgetError(
-            f"host_budget: expected bytes or a size such as '40GiB'; got {host_budget!r}"
-        )
-    return float(parsed.bytes)
+    return float(parse_host_budget(host_budget))
 
 
 def _numbers(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jdelta._budget import Budget, format_bytes
 from jdelta._decision import Decision
-from jdelta._emit import Emission, Step, compiler_options, emit
+from jdelta._emit import Emission, Step, emit
 from jdelta._errors import BudgetError, OffloadError
 from jdelta._graph import Graph
 from jdelta._items import Items
@@ -111,7 +111,6 @@ class Search:
         key = (fingerprint, step.target.name, step.donate, items.problem, pins)
         self._known = _known.setdefault(key, {})
         self.compiles = 0
-        self.bound = step.target.memory
         self._points: list[tuple[int, int]] = []
         self._emitted: dict[Policy | None, Emission] = {}
 
@@ -125,7 +124,7 @@ class Search:
         plain = self._plain()
         if budget.share is not None or self._may_fit(plain, budget):
             plain = self._compile(plain)
-        bound = self.bound = budget.bytes or int((budget.share or 1.0) * plain.peak)
+        bound = budget.bytes or int((budget.share or 1.0) * plain.peak)
         if plain.measurement and plain.peak <= bound:
             return Found(plain, bound, plain.peak, plain.peak, self.compiles)
         recompute = [Decision.RECOMPUTE] * len(self.items.problem.items)
@@ -230,8 +229,8 @@ class Search:
 
     def _compile(self, candidate: Candidate) -> Candidate:
         self.compiles += 1
-        options = compiler_options(self.step.target, candidate.emission.policy, self.bound)
-        compiled, measurement = measure(candidate.emission.lower(), self.step.target, options)
+        emission = candidate.emission
+        compiled, measurement = measure(emission.lower(), self.step.target, emission.options)
         if candidate.decisions is not None and measurement.peak <= OUTLIER * candidate.predicted:
             self._points.append((candidate.emission.timeline.peak, measurement.peak))
         candidate = replace(candidate, measurement=measurement, compiled=compiled)
@@ -326,9 +325,11 @@ def _wrong(fetches: Sequence[str]) -> str:
 
 
 def _too_small(bound: int, floor: Candidate) -> BudgetError:
+    host = floor.measurement.host if floor.measurement else 0
+    away = f" and {format_bytes(host)} on the host" if host else ""
     return BudgetError(
-        f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed "
-        f"the step still needs {format_bytes(floor.peak)} per device"
+        f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed"
+        f"{away} the step still needs {format_bytes(floor.peak)} per device"
         f"{_largest(floor.emission.timeline)}. Raise the budget to the floor, donate the state "
         "(donate_argnums), make the batch smaller, or mark smaller units with jdelta.remat.",
         floor=floor.peak,

@@ -63,9 +63,9 @@ def test_the_compiled_peak_is_within_the_budget_and_near_the_prediction(step, sh
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_floor_is_true(target):
-    with pytest.raises(BudgetError, match="below the floor") as caught:
-        planned(MLP, "3GiB", target)
+def test_the_floor_without_offload_is_that_of_recompute_by_hand(target):
+    with pytest.raises(BudgetError, match="every residual recomputed the step") as caught:
+        planned(MLP, "3GiB", target, host_budget=0)
     where = resolve(target)
     by_hand = build(**MLP, remat=checkpoint("mlp"))
     placed = where.abstract((by_hand.state, by_hand.batch))
@@ -73,6 +73,21 @@ def test_the_floor_is_true(target):
     _, measured = measure(traced.lower(lowering_platforms=(where.platform,)), where)
     assert measured.peak > 3 * 2**30
     assert measured.peak == pytest.approx(caught.value.floor, rel=0.02)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_floor_can_be_reached_and_a_host_budget_raises_it(target):
+    floors = []
+    for host_budget in (None, "1GiB", 0):
+        with pytest.raises(BudgetError, match="below the floor") as caught:
+            planned(MLP, "3GiB", target, host_budget=host_budget)
+        floors.append(caught.value.floor)
+    assert floors == sorted(floors)
+    plan = planned(MLP, floors[0], target)
+    assert plan.compiled_peak <= floors[0]
+    if resolve(target).offload_refusal is None:
+        assert plan.host_bytes == 7 * 32768 * 2048 * 4
+        assert floors[0] < 0.9 * floors[-1]
 
 
 @pytest.mark.parametrize("target", TARGETS)

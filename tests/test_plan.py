@@ -274,9 +274,10 @@ def test_bad_budgets(budget, says):
         jdelta.plan(step, budget, *arguments())
 
 
-def test_bad_host_budget():
+@pytest.mark.parametrize("given", ["50%", -1, "0 B", "14 parsecs"])
+def test_bad_host_budget(given):
     with pytest.raises(BudgetError, match="host_budget: expected bytes"):
-        jdelta.plan(step, 0.5, *arguments(), host_budget="50%")
+        jdelta.plan(step, 0.5, *arguments(), host_budget=given)
 
 
 def test_a_step_without_region_or_gradient():
