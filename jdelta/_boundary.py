@@ -13,10 +13,13 @@ from dataclasses import dataclass, replace
 
 from jdelta import _jax
 from jdelta._graph import Graph, Operation, Value
-from jdelta._naming import INPUT, RegionName
+from jdelta._naming import RegionName
 from jdelta._primitives import CHEAP, FREE, VIEWS
 from jdelta._residual import Residual
 from jdelta._trace import Trace
+
+INPUT_OF_REGION = "input"
+"""What stands for the producer of a boundary that no region makes."""
 
 
 def with_boundaries(found: Sequence[Residual], trace: Trace) -> tuple[Residual, ...]:
@@ -70,18 +73,13 @@ def _entries(graph: Graph, carried: set[int], trips: int, loops: int) -> Iterato
             base[op.outputs[0]] = base[op.inputs[0]]
         if isinstance(op.name, RegionName) and op.inputs and not op.backward:
             buffer = base[op.inputs[0]]
-            if not _is_input(op.name):
+            if not op.name.is_input:
                 makers[buffer] = op.name
             elif buffer in carried or _is_computed(makes.get(buffer), graph):
                 value = graph.values[op.outputs[0]]
                 yield _Entry(op.name, (id(graph), buffer), value, makers.get(buffer), trips, loops)
         if op.body is not None:
             yield from _entries(op.body, _carried(op), trips * op.trips, loops + 1)
-
-
-def _is_input(name: RegionName) -> bool:
-    last = name.removeprefix(name.region + "/")
-    return last == INPUT or (last.startswith(INPUT + "_") and last[len(INPUT) + 1 :].isdigit())
 
 
 def _is_computed(op: Operation | None, graph: Graph) -> bool:
@@ -107,7 +105,7 @@ def _residual(entry: _Entry, name: str) -> Residual:
         dtype=entry.value.dtype,
         count=entry.trips,
         bytes=entry.value.bytes * entry.trips,
-        producer=INPUT,
+        producer=INPUT_OF_REGION,
         consumers=(),
         sources=(),
         needed=True,
@@ -121,4 +119,4 @@ def _residual(entry: _Entry, name: str) -> Residual:
 def _ordered(residuals: Sequence[Residual], trace: Trace) -> tuple[Residual, ...]:
     """Region by region, what enters it first."""
     order = {region.name: index for index, region in enumerate(trace.regions)}
-    return tuple(sorted(residuals, key=lambda r: (order[r.region], r.producer != INPUT)))
+    return tuple(sorted(residuals, key=lambda r: (order[r.region], r.producer != INPUT_OF_REGION)))

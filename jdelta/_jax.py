@@ -284,26 +284,31 @@ def is_transfer(eqn: Eqn) -> bool:
     return on_host(eqn.invars[0].aval) != on_host(eqn.outvars[0].aval)
 
 
-def with_fetched_inputs(closed: Jaxpr) -> Jaxpr:
+def with_fetched_inputs(closed: Jaxpr) -> tuple[Jaxpr, list[bool]]:
     """The program taking from the device what it would fetch from the host at once.
 
     An input on the host that the program only fetches is replaced by the fetched value.
+
+    Returns:
+        The program, and for each input whether it was replaced.
     """
     inner = open_jaxpr(closed)
     fetches = {e.invars[0]: e for e in inner.eqns if crosses_to_device(e)}
     reads = Counter(v for e in inner.eqns for v in e.invars if is_var(v))
     reads.update(v for v in inner.outvars if is_var(v))
-    became = {v: e.outvars[0] for v, e in fetches.items() if v in inner.invars and reads[v] == 1}
-    gone = {id(fetches[v]) for v in became}
+    replaced = [v in fetches and reads[v] == 1 for v in inner.invars]
+    gone = {
+        id(fetches[v]) for v, is_replaced in zip(inner.invars, replaced, strict=True) if is_replaced
+    }
     raw = core.Jaxpr(
         list(inner.constvars),
-        [became.get(v, v) for v in inner.invars],
+        [fetches[v].outvars[0] if r else v for v, r in zip(inner.invars, replaced, strict=True)],
         list(inner.outvars),
         [e for e in inner.eqns if id(e) not in gone],
         inner.effects,
         inner.debug_info.with_unknown_names(),
     )
-    return core.ClosedJaxpr(raw, consts_of(closed))
+    return core.ClosedJaxpr(raw, consts_of(closed)), replaced
 
 
 def with_copies_left_out(

@@ -17,9 +17,6 @@ from typing import Any
 from jdelta import _jax
 from jdelta._jax import Atom, Eqn, Jaxpr, Var
 
-INPUT = "input"
-"""How the names of a region's inputs begin, after the region's."""
-
 _TRANSFORM = re.compile(r"\w+\(([^()]*)\)")
 
 
@@ -36,16 +33,21 @@ class RegionName(str):
     Attributes:
         region: Name of the region, the first part of the name.
         loops: Number of loops of the region itself that the value is in.
+        is_input: Whether it names an input of the region.
     """
 
     region: str
     loops: int
+    is_input: bool
 
-    def __new__(cls, region: str, inner: str, loops: int = 0) -> RegionName:
+    def __new__(
+        cls, region: str, inner: str, loops: int = 0, *, is_input: bool = False
+    ) -> RegionName:
         """The name ``region/inner``."""
         self = super().__new__(cls, f"{region}/{inner}")
         self.region = region
         self.loops = loops
+        self.is_input = is_input
         return self
 
 
@@ -57,13 +59,19 @@ class _Namer:
         self._own = region.rsplit("#", 1)[0].rsplit("/", 1)[-1]
         self._used: Counter[str] = Counter()
 
+    def input(self) -> RegionName:
+        """A name for the region's next input."""
+        return RegionName(self._region, self._unique("input"), is_input=True)
+
     def __call__(self, path: Sequence[str], last: str, loops: int) -> RegionName:
         if path and path[0] == self._own:  # a module's scope begins with its own name
             path = path[1:]
-        inner = "/".join((*path, last))
+        return RegionName(self._region, self._unique("/".join((*path, last))), loops)
+
+    def _unique(self, inner: str) -> str:
         self._used[inner] += 1
         repeat = self._used[inner] - 1
-        return RegionName(self._region, f"{inner}_{repeat}" if repeat else inner, loops)
+        return f"{inner}_{repeat}" if repeat else inner
 
 
 def add_names(closed: Jaxpr, tangent: Sequence[bool], region: str) -> Jaxpr:
@@ -127,8 +135,7 @@ class _Rewrite:
         for var in invars:
             if var not in self.tangents and eqns and hasattr(var.aval, "shape"):
                 self.became[var] = named = _jax.new_var(var.aval)
-                name = self.namer((), INPUT, 0)
-                self.eqns.append(_jax.name_equation(var, named, name, eqns[0]))
+                self.eqns.append(_jax.name_equation(var, named, self.namer.input(), eqns[0]))
 
     def _inline(self, eqn: Eqn, path: tuple[str, ...]) -> None:
         body = _jax.subjaxpr(eqn)

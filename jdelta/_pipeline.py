@@ -206,10 +206,8 @@ class _Loop:
 
     def fetched(self) -> tuple[Jaxpr, list[bool]]:
         """The body taking rows fetched already, and which of its rows those are."""
-        body = _jax.with_fetched_inputs(self.body)
-        start = self.n_consts + self.n_carry
-        before, after = (_jax.open_jaxpr(j).invars[start:] for j in (self.body, body))
-        return body, [old is not new for old, new in zip(before, after, strict=True)]
+        body, fetched = _jax.with_fetched_inputs(self.body)
+        return body, fetched[self.n_consts + self.n_carry :]
 
     def stacked(self, body: Jaxpr) -> list[Any]:
         """What the body stacks."""

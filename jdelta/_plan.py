@@ -217,8 +217,8 @@ def plan(
             ``"cuda:b200"``.
         donate_argnums: As in ``jax.jit``; donated arguments count once in the peak.
         solver: ``"knapsack"`` (DELTA's heuristic), ``"milp"`` (exact, HiGHS), or a solver object.
-        host_budget: Bound on pinned host bytes, 0 for no offload; default: the target's host memory,
-            as far as it is known.
+        host_budget: Bound on pinned host bytes, 0 for no offload; default: the host memory of the
+            target, as far as it is known.
         pin: Decisions taken by hand: from a pattern of residual names (``"h/mlp/*"``) to
             ``"save"``, ``"offload"`` or ``"recompute"``.
 

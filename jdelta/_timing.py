@@ -192,10 +192,8 @@ class _Timing:
 
 def _host_inputs(eqn: Eqn) -> list[Var]:
     """Host values that a backward unit fetches itself, so that they can be fetched for it."""
-    before = _jax.open_jaxpr(_jax.subjaxpr(eqn)).invars
-    after = _jax.open_jaxpr(_jax.with_fetched_inputs(_jax.subjaxpr(eqn))).invars
-    triples = zip(eqn.invars, before, after, strict=True)
-    return [outer for outer, old, new in triples if old is not new]
+    _, fetched = _jax.with_fetched_inputs(_jax.subjaxpr(eqn))
+    return [v for v, is_fetched in zip(eqn.invars, fetched, strict=True) if is_fetched]
 
 
 def _bytes(values: Sequence[Var]) -> float:
@@ -242,7 +240,7 @@ class _Evaluation:
             last = [v for v in eqn.invars if _jax.is_var(v) and not _is_host(v)][-1]
             _tie((last, *self.timing.fetches.get(0, ())), env)
             self._fetch(0, env)
-        body = _jax.with_fetched_inputs(_jax.subjaxpr(eqn))
+        body, _ = _jax.with_fetched_inputs(_jax.subjaxpr(eqn))
         inputs = [
             self.device[v] if _is_host(v) and v in self.device else x
             for v, x in zip(eqn.invars, _jax.read(env, eqn.invars), strict=True)

@@ -10,10 +10,11 @@ from compilers import TARGETS
 
 import jdelta
 from benchmarks.models import build
+from benchmarks.offload import by_hand, shapes, size, stack
+from benchmarks.offload import layer as stack_layer
 from jdelta import BudgetError, Decision, _jax
 from jdelta._boundary import with_boundaries
 from jdelta._items import items_of
-from jdelta._measure import measure
 from jdelta._policy import Policy
 from jdelta._region import Session
 from jdelta._residual import residuals
@@ -170,46 +171,27 @@ def test_models_train_the_same_with_everything_offloaded(model, scan):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6 * largest)
 
 
-LAYERS, ROWS, WIDTH = 16, 32768, 1024  # two bfloat16 residuals of 64 MiB a layer
-
-
-def stack_of_layers():
-    shape = jax.ShapeDtypeStruct
-    pair = (shape((WIDTH, WIDTH), jnp.bfloat16),) * 2
-    return unrolled(closed), ([pair] * LAYERS, shape((ROWS, WIDTH), jnp.bfloat16))
-
-
-def least_by_recompute(target):
-    """Temporaries and peak of the stack with nothing saved, by JAX's own means."""
-    where = resolve(target)
-    step, args = unrolled(jax.checkpoint(closed.__wrapped__)), stack_of_layers()[1]
-    traced = jax.jit(step).trace(*where.abstract(args))
-    _, measured = measure(traced.lower(lowering_platforms=(where.platform,)), where)
-    return measured.temporaries, measured.peak
-
-
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", TARGETS)
 def test_unrolled_offload_works(target):
     if refusal := resolve(target).offload_refusal:
         pytest.skip(refusal)
-    step, args = stack_of_layers()
-    plan = jdelta.plan(step, "1GiB", *args, target=target, pin={"*/tanh*": "offload"})
+    step, (weights, x) = stack(jdelta.remat(stack_layer)), shapes()
+    plan = jdelta.plan(step, "1GiB", weights, x, target=target, pin={"*/tanh*": "offload"})
     away = sum(r.bytes for r in plan.residuals if plan.decisions[r.name] is Decision.OFFLOAD)
-    assert plan.host_bytes == away == 2 * LAYERS * ROWS * WIDTH * 2
-    weights, x = (sum(leaf.size * 2 for leaf in jax.tree.leaves(arg)) for arg in args)
-    temporaries = plan.compiled_peak - (weights + x) - weights
+    assert plan.host_bytes == away == 2 * len(weights) * size(x)
+    temporaries = plan.compiled_peak - size(weights, weights, x)
     if target.startswith("cuda"):
         assert temporaries <= 450 * 2**20
     else:
-        assert temporaries <= 0.35 * least_by_recompute(target)[0]
+        assert temporaries <= 0.35 * by_hand(target).temporaries
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_budget_below_what_recompute_reaches_sends_boundaries_away(target):
-    step, args = stack_of_layers()
-    budget = int(0.75 * least_by_recompute(target)[1])
+    step, args = stack(jdelta.remat(stack_layer)), shapes()
+    budget = int(0.75 * by_hand(target).peak)
     if resolve(target).offload_refusal:
         with pytest.raises(BudgetError, match="below the floor"):
             jdelta.plan(step, budget, *args, target=target)

@@ -11,26 +11,22 @@ Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in 0.12.0.1) stand in docs/
 What follows from them stands in `jdelta/_timing.py` and `jdelta/_emit.py`.
 """
 
-import argparse
-import functools
 import itertools
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
+from benchmarks import record
+from benchmarks.record import Row, mib, share
 from jdelta._measure import measure
 from jdelta._target import resolve
 
 LAYERS, ROWS, WIDTH = 16, 16384, 1024
 TARGETS = ("tpu:v5e:2x2", "cuda:h100")
+HEADS = "way target limited temporaries host hidden".split()
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 LIMIT = 2**30
 """Device memory that the soft limit leaves, bytes."""
@@ -143,7 +139,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-def row(way: str, target: str, limited: bool) -> dict[str, Any]:
+def row(way: str, target: str, limited: bool) -> Row:
     """Compile one way for one target."""
     where = resolve(target)
     pair = (jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),) * 2
@@ -152,17 +148,13 @@ def row(way: str, target: str, limited: bool) -> dict[str, Any]:
     lowered = jax.jit(WAYS[way]).trace(*args).lower(lowering_platforms=(where.platform,))
     _, measured = measure(lowered, where, room if limited else {})
     return {
-        "way": way,
-        "target": target,
-        "limited": limited,
         "temporaries": measured.temporaries,
         "host": measured.host,
         "hidden": measured.overlap.hidden,
-        "jax": jax.__version__,
     }
 
 
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
+def markdown(rows: Sequence[Row]) -> str:
     """The rows as the docs show them: temporaries and host bytes in MiB."""
     columns = list(dict.fromkeys((r["target"], r["limited"]) for r in rows))
     heads = [f"{t}{', 1 GiB left' if limited else ''}" for t, limited in columns]
@@ -173,38 +165,34 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _key(r: dict[str, Any]) -> tuple[str, str, bool]:
+def _key(r: Row) -> tuple[str, str, bool]:
     return r["way"], r["target"], r["limited"]
 
 
-def _cell(r: dict[str, Any]) -> str:
+def _cell(r: Row) -> str:
     return f"{r['temporaries'] >> 20} / {r['host'] >> 20}"
 
 
+def cells(r: Row) -> list[str]:
+    """One line of the table; sizes in MiB."""
+    sizes = mib(r["temporaries"]), mib(r["host"])
+    return [r["way"], r["target"], str(r["limited"]), *sizes, share(r["hidden"], 1.0)]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="file to resume from and to write all rows to")
+    parser = record.parser(__doc__, WAYS, TARGETS)
     parser.add_argument("--markdown", action="store_true", help="print what the file has; run none")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    if options.json and options.json.exists():
-        rows = json.loads(options.json.read_text())
     if options.markdown:
-        print(markdown(rows))
+        print(markdown(record.load(options.json)))
         return
-    limits = {"tpu:v5e:2x2": (False, True), "cuda:h100": (False,)}
-    jobs = [(w, t, limit) for w, t in itertools.product(WAYS, TARGETS) for limit in limits[t]]
-    done = {_key(r) for r in rows}
-    todo = [functools.partial(row, *job) for job in jobs if job not in done]
-    for job in track(todo, "compiling"):
-        rows.append(job())
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    table = Table("way", "target", "limited", "temporaries", "host", "hidden")
-    for r in rows:
-        sizes = (f"{r[key] / 2**20:.0f}" for key in ("temporaries", "host"))
-        table.add_row(*map(str, _key(r)), *sizes, f"{r['hidden']:.0%}")
-    Console().print(table)
+    jobs = [
+        {"way": way, "target": target, "limited": limited}
+        for way, target in itertools.product(options.step or WAYS, options.target or TARGETS)
+        for limited in (False, True)
+        if target.startswith("tpu") or not limited
+    ]
+    record.show("what becomes of offload", HEADS, map(cells, record.run(jobs, row, options.json)))
 
 
 if __name__ == "__main__":
