@@ -1,0 +1,77 @@
+"""What does the TPU compiler do with offload outside of loops, told of less and less memory?
+
+The MLP (8 unrolled layers, batch 32768) is planned to a budget below what recompute alone reaches,
+so that what enters its layers is on the host. The plan's program is compiled with other options
+than the plan's own: `xla_tpu_user_reserved_hbm_bytes` leaves the scheduler so much memory, and XLA's
+own rematerialisation is on or off. Compute is read off the schedule: more of it is recompute that
+nobody planned.
+
+    python -m benchmarks.xla.limit --json benchmarks/results/limit.json
+
+Results (jax 0.12.0.1, libtpu 0.0.50.1) stand in docs/how-it-works.md. What follows from them stands
+in `jdelta/_emit.py`.
+"""
+
+import functools
+import itertools
+
+from benchmarks import programs, record
+from benchmarks.models import build
+from benchmarks.record import Row, mib
+from jdelta import remat
+from jdelta._measure import measure
+from jdelta._overlap import read_overlap
+
+TARGET = "tpu:v5e:2x2"
+GIB_LEFT = (None, 6, 5, 4, 3, 2, 0)
+NO_REMAT = {"xla_tpu_rematerialization_min_size_in_bytes": str(1 << 62)}
+HEADS = ("GiB left", "XLA's own recompute", "peak", "host", "planned", "compute s")
+
+
+@functools.cache
+def planned() -> tuple[programs.Program, int]:
+    """The program to compile, and its planned host bytes."""
+    case = build("mlp", batch=32768, remat=remat)
+    _, plan = programs.plan(case, "3.5GiB", TARGET)
+    assert plan is not None
+    return programs.planned(case, plan), plan.host_bytes
+
+
+def row(left: int | None, recompute: bool) -> Row:
+    """Compile the program once."""
+    program, host_bytes = planned()
+    reserved = {} if left is None else {"xla_tpu_user_reserved_hbm_bytes": _all_but(left, program)}
+    options = {**reserved, **({} if recompute else NO_REMAT)}
+    compiled, measured = measure(program.lower(), program.target, options, executable=True)
+    assert compiled is not None
+    return {
+        "peak": measured.peak,
+        "host": measured.host,
+        "planned": host_bytes,
+        "compute": read_overlap(compiled.as_text() or "", program.target.rates).compute,
+    }
+
+
+def _all_but(left: int, program: programs.Program) -> str:
+    return str(program.target.memory - left * 2**30)
+
+
+def cells(r: Row) -> list[str]:
+    """One line of the table; sizes in MiB."""
+    left = "all" if r["left"] is None else str(r["left"])
+    sizes = (mib(r[key]) for key in ("peak", "host", "planned"))
+    return [left, "on" if r["recompute"] else "off", *sizes, f"{r['compute']:.3f}"]
+
+
+def main() -> None:
+    options = record.parser(__doc__, ("mlp",)).parse_args()
+    jobs = [
+        {"left": left, "recompute": recompute}
+        for recompute, left in itertools.product((True, False), GIB_LEFT)
+    ]
+    rows = record.run(jobs, row, options.json)
+    record.show("offload outside of loops on a TPU (MiB)", HEADS, map(cells, rows))
+
+
+if __name__ == "__main__":
+    main()
