@@ -2,9 +2,9 @@
 
 The MLP (8 unrolled layers, batch 32768) is planned to a budget below what recompute alone reaches,
 so that what enters its layers is on the host. The plan's program is compiled with other options
-than the plan's own: `xla_tpu_user_reserved_hbm_bytes` leaves the scheduler so much memory, and XLA's
-own rematerialisation is on or off. Compute is read off the schedule: more of it is recompute that
-nobody planned.
+than the plan's own: `xla_tpu_user_reserved_hbm_bytes` leaves the scheduler so much memory, and
+XLA's own rematerialisation is on or off. Compute is read off the schedule: more of it is recompute
+that nobody planned.
 
     python -m benchmarks.xla.limit --json benchmarks/results/limit.json
 
