@@ -134,7 +134,8 @@ class Search:
         if budget.share is not None or self._may_fit(plain, budget):
             plain = self._compile(plain)
         bound = budget.bytes or int((budget.share or 1.0) * plain.peak)
-        if plain.measurement and plain.peak <= bound:
+        wanted = set(self.items.pinned.values()) - {Decision.SAVE}
+        if plain.measurement and plain.peak <= bound and not wanted:
             return Found(plain, bound, plain.peak, plain.peak, self.compiles)
         recompute = [Decision.RECOMPUTE] * len(self.items.problem.items)
         floor = self._compile(self._candidate(recompute, Outcome.HEURISTIC))

@@ -239,6 +239,15 @@ def test_deferred_plan():
         jax.grad(lambda p, x: jax.checkpoint(step, policy=deferred)(p, x)[1])(*arguments())
 
 
+def test_pins_hold_where_the_plain_step_would_fit():
+    plan = jdelta.plan(step, 1.0, *arguments(), pin={"*/exp": "recompute"})
+    recomputed = {name for name, d in plan.decisions.items() if d is Decision.RECOMPUTE}
+    assert "layer/exp" in recomputed
+    assert plan.compiled_peak < plan.ceiling
+    kept = jdelta.plan(step, 1.0, *arguments(), pin={"*/exp": "save"})
+    assert kept.compiled_peak == kept.ceiling
+
+
 def test_pinned_decisions():
     plan = jdelta.plan(step, 0.6, *arguments(), pin={"layer/tanh": "save", "*/exp": "recompute"})
     assert plan.decisions["layer/tanh"] is Decision.SAVE
