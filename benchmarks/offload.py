@@ -3,11 +3,15 @@
 The stack is 16 unrolled layers with two bfloat16 residuals of 64 MiB each, all of them on the host;
 its temporaries stand beside those of `jax.checkpoint` around each layer. GPT-2 (bfloat16, batch 8,
 length 1024) keeps queries, keys and values on the host, under a budget of 60 % of the plain peak.
+GPT2-XL (unrolled, the same) has every second residual on the host, as many as make up half of the
+bytes, and recomputes the rest; its peak stands beside that of `jax.checkpoint` around each block.
 All figures are the compiler's, ahead of time; what is hidden is read off its schedule.
 
     python -m benchmarks.offload --target cuda:h100 --json rows.json
 """
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,17 +19,19 @@ import jax
 import jax.numpy as jnp
 
 import jdelta
-from benchmarks import record
-from benchmarks.models import build
+from benchmarks import programs, record
+from benchmarks.models import build, checkpoint
 from benchmarks.record import Row, mib, share
+from jdelta._items import offload_refusal
 from jdelta._measure import Measurement, measure
+from jdelta._residual import residuals
 from jdelta._target import resolve
+from jdelta._trace import trace
 
 LAYERS, ROWS, WIDTH = 16, 32768, 1024
-PROGRAMS = ("stack", "gpt2 scanned", "gpt2 unrolled")
+GPT2 = {"batch": 8, "length": 1024, "dtype": jnp.bfloat16}
 TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1", "cuda:h100", "cuda:a100")
-HEADS = "program target temporaries by-hand planned host hidden".split()
-HEADS_OF_ATTENTION = {f"*/{name}_proj": "offload" for name in ("query", "key", "value")}
+HEADS = "program target taken by-hand planned host hidden".split()
 
 
 def layer(w: Any, x: Any) -> Any:
@@ -65,24 +71,51 @@ def by_hand(target: str) -> Measurement:
     return measure(traced.lower(lowering_platforms=(where.platform,)), where)[1]
 
 
+def heads_away(target: str, **options: Any) -> tuple[Row, jdelta.Plan]:
+    """GPT-2 with queries, keys and values on the host."""
+    case = build("gpt2", **GPT2, remat=jdelta.remat, **options)
+    pin = {f"*/{name}_proj": "offload" for name in ("query", "key", "value")}
+    args = case.state, case.batch
+    return {}, jdelta.plan(case.step, 0.6, *args, target=target, donate_argnums=0, pin=pin)
+
+
+def stack_away(target: str) -> tuple[Row, jdelta.Plan]:
+    """The stack with both residuals of each layer on the host."""
+    weights, x = shapes()
+    marked, pin = stack(jdelta.remat(layer)), {"*/tanh*": "offload"}
+    plan = jdelta.plan(marked, "1GiB", weights, x, target=target, pin=pin)
+    temporaries = plan.compiled_peak - size(weights, weights, x)
+    return {"temporaries": temporaries, "by_hand": by_hand(target).temporaries}, plan
+
+
+def half_away(target: str) -> tuple[Row, jdelta.Plan]:
+    """GPT2-XL with half of its residuals' bytes on the host, and the rest recomputed."""
+    hand = programs.traced(build("gpt2-xl", **GPT2, remat=checkpoint("gpt2-xl")), target)
+    case = build("gpt2-xl", **GPT2, remat=jdelta.remat)
+    args = case.state, case.batch
+    found = trace(case.step, *hand.target.abstract(args))
+    needed = [r for g in found.regions for r in residuals(g, hand.target) if r.needed]
+    movable = [r for r in needed if offload_refusal(r, hand.target) is None]
+    order = (*movable[::2], *movable[1::2])
+    filled = itertools.accumulate(r.bytes for r in order)
+    half = sum(r.bytes for r in needed) / 2
+    away = {r.name for r, total in zip(order, filled, strict=True) if total <= half}
+    pin = {r.name: "offload" if r.name in away else "recompute" for r in needed}
+    plan = jdelta.plan(case.step, None, *args, target=target, donate_argnums=0, pin=pin)
+    return {"by_hand": hand.measured.peak}, plan
+
+
+MAKES: dict[str, Callable[[str], tuple[Row, jdelta.Plan]]] = {
+    "stack": stack_away,
+    "gpt2 scanned": functools.partial(heads_away, scan=True),
+    "gpt2 unrolled": heads_away,
+    "gpt2-xl unrolled": half_away,
+}
+
+
 def row(step: str, target: str) -> Row:
     """One program on one target."""
-    if step == "stack":
-        weights, x = shapes()
-        marked, pin = stack(jdelta.remat(layer)), {"*/tanh*": "offload"}
-        plan = jdelta.plan(marked, "1GiB", weights, x, target=target, pin=pin)
-        found = {
-            "temporaries": plan.compiled_peak - size(weights, weights, x),
-            "by_hand": by_hand(target).temporaries,
-        }
-    else:
-        options = {"scan": True} if step == "gpt2 scanned" else {}
-        case = build(
-            "gpt2", batch=8, length=1024, dtype=jnp.bfloat16, remat=jdelta.remat, **options
-        )
-        args, pin = (case.state, case.batch), HEADS_OF_ATTENTION
-        plan = jdelta.plan(case.step, 0.6, *args, target=target, donate_argnums=0, pin=pin)
-        found = {}
+    found, plan = MAKES[step](target)
     away = [r for r in plan.residuals if plan.decisions[r.name] is jdelta.Decision.OFFLOAD]
     overlap = plan.overlap
     return {
@@ -101,15 +134,16 @@ def row(step: str, target: str) -> Row:
 
 def cells(r: Row) -> list[str]:
     """One line of the table."""
-    sizes = (mib(r.get(key)) for key in ("temporaries", "by_hand", "planned", "host"))
+    taken = r.get("temporaries", r["compiled_peak"])
+    sizes = map(mib, (taken, r.get("by_hand"), r["planned"], r["host"]))
     return [r["step"], r["target"], *sizes, share(r["hidden"], 1.0)]
 
 
 def main() -> None:
-    options = record.parser(__doc__, PROGRAMS, TARGETS).parse_args()
+    options = record.parser(__doc__, MAKES, TARGETS).parse_args()
     jobs = [
         {"step": step, "target": target}
-        for step in options.step or PROGRAMS
+        for step in options.step or MAKES
         for target in options.target or TARGETS
     ]
     rows = record.run(jobs, row, options.json)
