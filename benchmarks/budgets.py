@@ -6,10 +6,14 @@ compiles it took, and the floor where the budget is below it. Predicted seconds 
 
     python -m benchmarks.budgets --target tpu:v5e:2x2 --json results.json
 
+`--sweep` takes 20 budgets from 5 to 100 % instead, in rising order, and says whether each plan is
+within its budget and whether a larger budget ever makes a plan slower.
+
 A row that is already in the JSON file is not run again, so an interrupted run resumes; so
 `--json benchmarks/results/budgets-tpu-v5e.json --markdown` prints the README's table.
 """
 
+import itertools
 import time
 from typing import Any
 
@@ -28,6 +32,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "gpt2 unrolled": {"name": "gpt2", "batch": 8, "length": 512},
 }
 SHARES = (0.8, 0.6, 0.5, 0.4)
+SWEEP = tuple(i / 20 for i in range(1, 21))
 TARGETS = ("tpu:v5e:2x2", "cuda:h100")
 
 
@@ -92,9 +97,30 @@ def _cell(r: Row | None) -> str:
     return f"{r['compiled_peak'] >> 20} ({off:+.1%}, {r['overhead'] / r['step_seconds']:.1%})"
 
 
+def grouped(rows: list[Row]) -> list[list[Row]]:
+    """The rows of each step and target, budgets rising."""
+    keys = dict.fromkeys((r["step"], r["target"]) for r in rows)
+    chosen = ([r for r in rows if (r["step"], r["target"]) == key] for key in keys)
+    return [sorted(group, key=lambda r: r["share"]) for group in chosen]
+
+
+VERDICT = ("step", "target", "budgets", "plans", "over budget", "slower than below", "use >= 97%")
+
+
+def verdict(group: list[Row]) -> list[str]:
+    """What a sweep over the budgets of one step shows."""
+    plans = [r for r in group if "error" not in r]
+    over = sum(r["compiled_peak"] > r["budget"] for r in plans)
+    slower = sum(b["overhead"] > a["overhead"] for a, b in itertools.pairwise(plans))
+    used = sum(r["compiled_peak"] >= 0.97 * r["budget"] or not r["overhead"] for r in plans)
+    figures = (len(group), len(plans), over, slower, used)
+    return [group[0]["step"], group[0]["target"], *map(str, figures)]
+
+
 def main() -> None:
     parser = record.parser(__doc__, STEPS, TARGETS)
     parser.add_argument("--share", action="append", type=float, help="default: 0.8 0.6 0.5 0.4")
+    parser.add_argument("--sweep", action="store_true", help="20 budgets from 5 to 100 %%")
     parser.add_argument("--markdown", action="store_true", help="print what the file has; run none")
     options = parser.parse_args()
     if options.markdown:
@@ -104,10 +130,12 @@ def main() -> None:
         {"step": step, "target": target, "share": share}
         for target in options.target or TARGETS
         for step in options.step or STEPS
-        for share in options.share or SHARES
+        for share in options.share or (SWEEP if options.sweep else SHARES)
     ]
     rows = record.run(jobs, row, options.json)
     record.show("compiled peak against budget (MiB per device)", HEADS, map(cells, rows))
+    if options.sweep:
+        record.show("larger budgets, quicker plans?", VERDICT, map(verdict, grouped(rows)))
 
 
 if __name__ == "__main__":

@@ -214,10 +214,12 @@ class Search:
             if 0 <= spare <= goal * (1 - GOOD_USE) or candidate.overhead == 0.0:
                 break
             fits, exceeds = (capacity, exceeds) if spare >= 0 else (fits, capacity)
-            capacity = capacity + spare
-            if not fits < capacity < exceeds or candidate.decisions in seen:
-                capacity = (fits + exceeds) / 2 if exceeds < math.inf else 2 * capacity
+            # The same candidate again: further each time, since items are not arbitrarily small.
+            further = seen.count(candidate.decisions) * goal // 50
             seen.append(candidate.decisions)
+            capacity += spare + further if spare >= 0 else spare - further
+            if not fits < capacity < exceeds:
+                capacity = (fits + exceeds) / 2
         return best
 
     def _decide(self, capacity: float) -> Candidate:
