@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from jdelta._errors import BudgetError, OffloadError
 from jdelta._graph import Graph
 from jdelta._items import Items
 from jdelta._measure import Measurement, measure
+from jdelta._overlap import Overlap
 from jdelta._peak import Timeline
 from jdelta._policy import Policy
 from jdelta._residual import Residual
@@ -326,11 +328,27 @@ def _margin(excess: int, bound: int, *, safe: bool) -> int:
 
 
 def _missing(away: Sequence[Residual], planned: int, measurement: Measurement) -> str:
+    names = [r.name for r in _not_copied(away, measurement.overlap) or away]
+    others = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return (
-        f"The plan puts {format_bytes(planned)} on the host "
-        f"({', '.join(r.name for r in away[:5])}), but the compiled program holds "
-        f"{format_bytes(measurement.host)} there. Take these out of pin=."
+        f"The plan puts {format_bytes(planned)} on the host, but the compiled program holds "
+        f"{format_bytes(measurement.host)} there: the compiler keeps {', '.join(names[:5])}"
+        f"{others} on the device. Take these out of pin=."
     )
+
+
+def _not_copied(away: Sequence[Residual], overlap: Overlap) -> list[Residual]:
+    """The residuals for which the program has no copy of their size to the host left."""
+    copies: Counter[int] = Counter()
+    for transfer in overlap.transfers:
+        copies[transfer.bytes] += transfer.trips if transfer.direction == "out" else 0
+    missing: list[Residual] = []
+    for r in away:
+        size = r.bytes // r.count
+        if copies[size] < r.count:
+            missing.append(r)
+        copies[size] -= r.count
+    return missing
 
 
 def _wrong(fetches: Sequence[str]) -> str:
