@@ -13,7 +13,7 @@ from jdelta._overlap import Overlap
 from jdelta._policy import Policy
 from jdelta._residual import Residual
 
-VERSION = 2
+VERSION = 3
 _SCALARS = {"int": int, "float": (int, float), "str": str}
 P = TypeVar("P")
 
@@ -67,6 +67,7 @@ def _policy_record(policy: Policy) -> dict[str, Any]:
         "offloaded": sorted(policy.offloaded),
         "recomputed": sorted(policy.recomputed),
         "regions": policy.regions,
+        "writes_bits": policy.writes_bits,
     }
 
 
@@ -77,7 +78,8 @@ def _read(field: dataclasses.Field[Any], value: Any) -> Any:
         return Overlap.of_record(value)
     if field.name == "policy" and value is not None:
         names = {k: frozenset[str](value[k]) for k in ("saved", "offloaded", "recomputed")}
-        return Policy(**names, regions=_tuples(value["regions"]))
+        regions, written = _tuples(value["regions"]), bool(value["writes_bits"])
+        return Policy(**names, regions=regions, writes_bits=written)
     expected = _SCALARS.get(str(field.type))
     if expected and not isinstance(value, expected):
         raise ValueError(f"{field.name}: expected {field.type}, got {value!r}")

@@ -207,6 +207,24 @@ def name_equation(source: Var, target: Var, name: str, like: Eqn) -> Eqn:
     )
 
 
+@functools.cache
+def _barrier_equation() -> Eqn:
+    barrier = jax.make_jaxpr(jax.lax.optimization_barrier)(np.float32(0))
+    return open_jaxpr(barrier).eqns[0]
+
+
+def barrier_equation(source: Var, target: Var, like: Eqn) -> Eqn:
+    """``target = optimization_barrier(source)``, at the source line of ``like``."""
+    template = _barrier_equation()
+    return like.replace(
+        primitive=template.primitive,
+        params=template.params,
+        invars=[source],
+        outvars=[target],
+        effects=template.effects,
+    )
+
+
 def hoist_consts(closed: Jaxpr) -> Jaxpr:
     """The closed jaxpr with its constants turned into leading inputs."""
     inner = open_jaxpr(closed)

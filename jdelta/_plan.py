@@ -103,6 +103,11 @@ class Plan:
             return jax.checkpoint_policies.everything_saveable(prim, *avals, **params)
         return self.policy(prim, *avals, **params)
 
+    @property
+    def writes_bits(self) -> bool:
+        """Whether random bits are to be written to memory before they are read."""
+        return self.policy is not None and self.policy.writes_bits
+
     def prevents_cse(self, region: str) -> bool:
         """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
         return self.policy is None or self.policy.prevents_cse(region)

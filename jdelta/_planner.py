@@ -233,7 +233,8 @@ class Search:
         return self._priced(self.items.decisions(chosen), outcome)
 
     def _priced(self, decisions: Mapping[str, Decision], outcome: Outcome) -> Candidate:
-        emission = self._emit(Policy.of(self.items.policy_decisions(decisions), self.regions))
+        names = self.items.policy_decisions(decisions)
+        emission = self._emit(Policy.of(names, self.regions, self.step.target.platform))
         overhead = self.items.overhead(decisions)
         return Candidate(decisions, overhead, emission, self._predict(emission), outcome)
 

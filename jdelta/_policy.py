@@ -29,22 +29,33 @@ class Policy:
         offloaded: Names copied to pinned host memory and back.
         recomputed: Names dropped; a value without any decision is dropped too.
         regions: From each region that the decisions are for to the number of loops around it.
+        writes_bits: Whether random bits are written to memory before they are read: TPUs need it.
     """
 
     saved: frozenset[str]
     offloaded: frozenset[str]
     recomputed: frozenset[str]
     regions: tuple[tuple[str, int], ...]
+    writes_bits: bool = False
 
     @classmethod
-    def of(cls, decisions: Mapping[str, Decision], regions: Mapping[str, int]) -> Policy:
-        """The policy of ``decisions`` for the values of ``regions`` (name to loops around it)."""
+    def of(
+        cls, decisions: Mapping[str, Decision], regions: Mapping[str, int], platform: str
+    ) -> Policy:
+        """The policy of decisions by name.
+
+        Args:
+            decisions: From names to decisions.
+            regions: From the regions that they are for to the number of loops around each.
+            platform: Platform of the target.
+        """
         names = {d: frozenset(n for n, is_d in decisions.items() if is_d is d) for d in Decision}
         return cls(
             names[Decision.SAVE],
             names[Decision.OFFLOAD],
             names[Decision.RECOMPUTE],
             tuple(sorted(regions.items())),
+            writes_bits=platform == "tpu",
         )
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:

@@ -12,10 +12,16 @@ import jax
 
 from jdelta import _jax
 from jdelta._naming import add_names
+from jdelta._random import with_written_bits
 
 
 class RegionPolicy(Protocol):
-    """What a region needs of a plan: a ``jax.checkpoint`` policy, and where its loops are."""
+    """What a region needs of a plan: a ``jax.checkpoint`` policy, and how to emit the region."""
+
+    @property
+    def writes_bits(self) -> bool:
+        """Whether random bits are to be written to memory before they are read."""
+        ...
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any: ...
 
@@ -101,7 +107,9 @@ def region(
         finally:
             _inside.reset(token)
         staged = _jax.hoist_consts(closed)
-        run: Callable[..., Any] = _named(staged, name, session)
+        run: Callable[..., Any] = _named(
+            staged, name, session, written=chosen is not None and chosen.writes_bits
+        )
         if chosen is not None:
             shield = chosen.prevents_cse(name) if prevent_cse is None else prevent_cse
             run = jax.checkpoint(run, policy=chosen, prevent_cse=shield)
@@ -111,8 +119,17 @@ def region(
     return wrapped
 
 
-def _named(staged: Any, name: str, session: Session | None) -> Callable[..., list[Any]]:
-    """A function that evaluates ``staged``, with a JVP rule that names the residuals."""
+def _named(
+    staged: Any, name: str, session: Session | None, *, written: bool
+) -> Callable[..., list[Any]]:
+    """A function that evaluates ``staged``, with a JVP rule that names the residuals.
+
+    Args:
+        staged: The region.
+        name: Its name.
+        session: What to tell about the derivative.
+        written: Whether random bits are written to memory before they are read.
+    """
 
     @functools.partial(jax.custom_jvp)
     def run(*xs: Any) -> list[Any]:
@@ -136,7 +153,8 @@ def _named(staged: Any, name: str, session: Session | None) -> Callable[..., lis
         named = add_names(closed, tangent, name)
         if session:
             session.derivatives[name] = named, len(primals)
-        outputs = _jax.evaluate(named, *primals, *some)
+        program = with_written_bits(named) if written else named
+        outputs = _jax.evaluate(program, *primals, *some)
         return jax.tree.unflatten(tree, outputs)
 
     run.defjvp(rule, symbolic_zeros=True)

@@ -81,7 +81,8 @@ def offloading(step, args, away=AWAY):
         for r in priced
     }
     names = items_of(priced, TARGET, 0.0, {}).policy_decisions(decisions)
-    policy = Policy.of(names, {region.name: region.loops for region in found.regions})
+    loops = {region.name: region.loops for region in found.regions}
+    policy = Policy.of(names, loops, TARGET.platform)
 
     def planned(*args):
         with _jax.session_context(Session(policy, found.aliases)):

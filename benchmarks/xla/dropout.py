@@ -1,0 +1,73 @@
+"""What does a compiler make of dropout that is recomputed?
+
+The least number of GPT-2 blocks that shows it, two (batch 8, length 1024), everything in them
+recomputed: as `jax.checkpoint` has it, and with random bits written to memory before they are read
+(`jdelta/_random.py`). Beside it the plain step.
+
+    python -m benchmarks.xla.dropout --json benchmarks/results/dropout.json
+
+Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in) stand in docs/how-it-works.md: left alone,
+the TPU compiler fuses the bits of bfloat16 models into the product of queries and keys, and writes
+out their constants as arrays of the size of the scores.
+"""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+
+from benchmarks import record
+from benchmarks.models import find
+from benchmarks.record import Row, mib
+from jdelta import remat
+from jdelta._emit import Step, emit
+from jdelta._measure import measure
+from jdelta._policy import Policy
+from jdelta._target import resolve
+from jdelta._trace import trace
+
+TARGETS = ("tpu:v5e:2x2", "cuda:h100")
+DTYPES = ("float32", "bfloat16")
+HEADS = ("target", "dtype", "layers", "plain", "recomputed", "with bits written")
+
+
+def row(target: str, dtype: str, scan: bool) -> Row:
+    """Compile the three programs."""
+    model = dataclasses.replace(find("gpt2"), layers=2, batch=8, dtype=jnp.dtype(dtype), scan=scan)
+    case, where = model.case("gpt2", remat), resolve(target)
+    args = where.abstract((case.state, case.batch))
+    found = trace(case.step, *args)
+    step = Step(case.step, args, (0,), where, found.aliases)
+    left = Policy.of({}, {region.name: region.loops for region in found.regions}, where.platform)
+    policies = {
+        "plain": None,
+        "left": dataclasses.replace(left, writes_bits=False),
+        "written": dataclasses.replace(left, writes_bits=True),
+    }
+    peaks: Row = {}
+    for form, policy in policies.items():
+        emission = emit(step, policy)
+        peaks[form] = measure(emission.lower(), where, emission.options)[1].peak
+    return peaks
+
+
+def cells(r: Row) -> list[str]:
+    """One line of the table; sizes in MiB."""
+    sizes = (mib(r[form]) for form in ("plain", "left", "written"))
+    return [r["target"], r["dtype"], "scanned" if r["scan"] else "unrolled", *sizes]
+
+
+def main() -> None:
+    options = record.parser(__doc__, ("gpt2",), TARGETS).parse_args()
+    jobs = [
+        {"target": target, "dtype": dtype, "scan": scan}
+        for target, dtype, scan in itertools.product(
+            options.target or TARGETS, DTYPES, (False, True)
+        )
+    ]
+    rows = record.run(jobs, row, options.json)
+    record.show("two GPT-2 blocks, peak (MiB)", HEADS, map(cells, rows))
+
+
+if __name__ == "__main__":
+    main()
