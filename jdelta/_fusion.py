@@ -54,6 +54,14 @@ class Compiler:
         narrow = self.platform == "tpu" and matmul_only and value.dtype == "float32"
         return self.bytes(value) // (2 if narrow else 1)
 
+    def converted_bytes(self, value: Value) -> int:
+        """Bytes of a second copy of what loops only slice or hand to matrix products.
+
+        TPU: such a float32 value (stacked weights) is converted to bfloat16 before the loop, whole.
+        """
+        narrow = self.platform == "tpu" and value.dtype == "float32"
+        return self.bytes(value) // 2 if narrow else 0
+
     def is_cheap(self, op: Operation) -> bool:
         """Whether an operation is element-wise and cheap enough to be done in every reader.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jdelta import _jax
 from jdelta._fusion import Compiler, matmul_only, storage
 from jdelta._graph import Graph, Operation, Value
 
@@ -66,6 +67,7 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
     for value, index in last.items():
         if value not in fixed and value in producers:
             ends[index].append(value)
+    changes = _conversions(graph, compiler)
     live: list[int] = []
     now = 0
     for index, op in enumerate(graph.operations):
@@ -74,6 +76,7 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
         dying = sum(sizes[v] for v in ends[index] if v not in made)
         shared = min(new, dying) if _in_place(op, compiler) else 0
         inside = timeline(op.body, compiler).peak if op.body else compiler.workspace(graph, op)
+        now += changes[index]
         live.append(now + new - shared + inside)
         now += new - sum(sizes[v] for v in ends[index])
     return Timeline(tuple(live), graph, last)
@@ -87,6 +90,28 @@ def _sizes(graph: Graph, compiler: Compiler) -> list[int]:
             for v in op.outputs:
                 sizes[v] = compiler.stacked_bytes(graph.values[v], matmul_only=v in narrow)
     return sizes
+
+
+def _conversions(graph: Graph, compiler: Compiler) -> list[int]:
+    """Bytes of values converted for loops, as what each operation finds more (or less) alive.
+
+    All loops that read a value share its conversion; a stack that a loop made is one already.
+    """
+    changes = [0] * (len(graph.operations) + 1)
+    made = {v for op in graph.operations if op.primitive == "scan" for v in op.outputs}
+    spans: dict[int, tuple[int, int]] = {}
+    for index, op in enumerate(graph.operations):
+        if op.primitive == "scan" and op.body is not None:
+            only = matmul_only(op.body)
+            consts, carry = _jax.scan_counts(op.params)
+            for at, (v, inside) in enumerate(zip(op.inputs, op.body.inputs, strict=True)):
+                if v not in made and inside in only and not consts <= at < consts + carry:
+                    spans[v] = spans.get(v, (index, index))[0], index
+    for v, (first, last) in spans.items():
+        size = compiler.converted_bytes(graph.values[v])
+        changes[first] += size
+        changes[last + 1] -= size
+    return changes
 
 
 def _in_place(op: Operation, compiler: Compiler) -> bool:

@@ -56,7 +56,9 @@ class Plan:
         overlap: What the compiled schedule hides of the transfers, by the target's rates.
         floor: Least peak that recomputing everything reaches, bytes; that of the plain step where
             the plain step fits.
-        ceiling: Peak of the plain step, bytes: compiled where it was compiled, else predicted.
+        ceiling: Peak of the plain step, bytes.
+        estimates: Which of ``floor`` and ``ceiling`` are predictions, since finding the plan took
+            no compile of theirs. The floor in a ``BudgetError`` is always compiled.
         overhead: Predicted seconds that recompute, and transfers as far as the compiled schedule
             exposes them, add to a step.
         step_seconds: Predicted seconds of the plain step.
@@ -77,6 +79,7 @@ class Plan:
     overlap: Overlap = field(repr=False)
     floor: int
     ceiling: int
+    estimates: tuple[str, ...]
     overhead: float
     step_seconds: float
     result: str
@@ -409,6 +412,7 @@ def _plan(
         overlap=measurement.overlap,
         floor=result.floor,
         ceiling=result.ceiling,
+        estimates=result.estimates,
         overhead=best.overhead,
         step_seconds=program_seconds(found.graph, where.rates, where.platform),
         result=_result(result),
@@ -461,7 +465,7 @@ def _summary(plan: Plan) -> str:
         "budget": format_bytes(plan.budget),
         "compiled peak": f"{format_bytes(plan.compiled_peak)} "
         f"(predicted {format_bytes(plan.predicted_peak)}; "
-        f"floor {format_bytes(plan.floor)}, plain step {format_bytes(plan.ceiling)})",
+        f"{_bound(plan, 'floor', 'floor')}, {_bound(plan, 'plain step', 'ceiling')})",
         "on the host": _on_the_host(plan),
         "overhead": f"{format_seconds(plan.overhead)} on a step of "
         f"{format_seconds(plan.step_seconds)} (predicted, "
@@ -469,6 +473,11 @@ def _summary(plan: Plan) -> str:
         "result": plan.result,
     }
     return "\n".join(f"{label:<14}{text}" for label, text in lines.items())
+
+
+def _bound(plan: Plan, label: str, field: str) -> str:
+    predicted = " predicted" if field in plan.estimates else ""
+    return f"{label} {format_bytes(getattr(plan, field))}{predicted}"
 
 
 def _on_the_host(plan: Plan) -> str:

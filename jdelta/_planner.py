@@ -43,8 +43,17 @@ MOST_TRACES = 5
 LEAST_TRUST = 0.5
 """Part of the error of a simulation that is carried over to a plan with a far higher peak. In MiB
 the error was, at the floor and at 60 % of the plain peak: on CUDA 229 and 3 (GPT-2), 384 and 93
-(Llama), -183 and -66 (ResNet-50), -65 and -64 (BERT), -16 and -271 (MLP); on TPUs 135 and 145
-(GPT-2), 379 and 199 (Llama)."""
+(Llama), -183 and -66 (ResNet-50), -65 and -64 (BERT), -16 and -271 (MLP)."""
+
+SURELY_BELOW = 0.9
+"""Part of the budget that the simulated floor must stay below to go without compiling it."""
+
+LOST = 0.1
+"""Part of the budget by which a plan exceeds it that says the simulation is of no use: what is
+compiled next is the floor."""
+
+CLOSE = 0.02
+"""Part of the budget that a candidate may leave, by its prediction."""
 
 GOOD_USE = 0.97
 """Share of the budget that a plan should use before the search for a faster one ends."""
@@ -86,8 +95,9 @@ class Found:
     Attributes:
         best: The plan to use.
         budget: The budget in bytes.
-        floor: Least peak compiled, or predicted when the plain step fitted at once.
-        ceiling: Peak of the plain step: compiled if it was, else predicted.
+        floor: Least peak that recomputing everything reaches; the plain step's where that fits.
+        ceiling: Peak of the plain step.
+        estimates: Which of "floor" and "ceiling" were not compiled, so are predictions.
         compiles: How many programs were compiled (or read from the cache of measurements).
     """
 
@@ -95,6 +105,7 @@ class Found:
     budget: int
     floor: int
     ceiling: int
+    estimates: tuple[str, ...]
     compiles: int
 
 
@@ -138,37 +149,64 @@ class Search:
         bound = budget.bytes or int((budget.share or 1.0) * plain.peak)
         wanted = set(self.items.pinned.values()) - {Decision.SAVE}
         if plain.measurement and plain.peak <= bound and not wanted:
-            return Found(plain, bound, plain.peak, plain.peak, self.compiles)
+            return Found(plain, bound, plain.peak, plain.peak, (), self.compiles)
+        best, floor = self._improve(bound)
+        estimates = {"floor": floor, "ceiling": plain}
+        return Found(
+            best,
+            bound,
+            self._expected(floor),
+            self._expected(plain),
+            tuple(name for name, figure in estimates.items() if figure.measurement is None),
+            self.compiles,
+        )
+
+    def _floor(self) -> Candidate:
+        """Everything recomputed, not compiled."""
         recompute = [Decision.RECOMPUTE] * len(self.items.problem.items)
-        floor = self._compile(self._candidate(recompute, Outcome.HEURISTIC))
+        return self._candidate(recompute, Outcome.HEURISTIC)
+
+    def _compiled_floor(self, bound: int) -> Candidate:
+        """The plan with the least peak; if need be what enters the units is on the host too.
+
+        Raises:
+            BudgetError: It does not fit.
+        """
+        floor = self._compile(self._floor())
         if floor.peak > bound and self.items.deep:
             floor = self._deep_floor(floor)
         if floor.peak > bound:
             raise _too_small(bound, floor)
-        ceiling = plain.peak if plain.measurement else self._predict(plain.emission)
-        best = self._improve(floor, bound)
-        return Found(best, bound, floor.peak, ceiling, self.compiles)
+        return floor
 
     def _deep_floor(self, floor: Candidate) -> Candidate:
         """The least peak with what enters the units on the host too."""
         near, self.items = self.items, self.items.with_boundaries()
-        recompute = [Decision.RECOMPUTE] * len(self.items.problem.items)
-        deep = self._compile(self._candidate(recompute, Outcome.HEURISTIC))
+        deep = self._compile(self._floor())
         if not self._offload_failed(deep) and deep.peak < floor.peak:
             return deep
         self.items = near
         return floor
 
-    def _improve(self, floor: Candidate, bound: int) -> Candidate:
-        """Spend what the floor leaves of the budget."""
+    def _improve(self, bound: int) -> tuple[Candidate, Candidate]:
+        """The best plan found for the budget, and the floor.
+
+        The floor is compiled only where it is in doubt that it fits, and where nothing else does.
+        """
+        floor, best = self._floor(), None
+        if floor.predicted > SURELY_BELOW * bound:
+            floor = best = self._compiled_floor(bound)
         known = self._remembered(bound, floor)
         most = MOST_COMPILES - (known is not None)
-        best, goal = floor, bound
-        if self.compiles == most - 1:  # a single try, so rather a little too low
-            goal -= _margin(0, bound, safe=True)
+        excess = 0
         while self.compiles < most:
+            last = self.compiles == most - 1
+            if best is None and (last or excess > LOST * bound):
+                floor = best = self._compiled_floor(bound)
+                continue
+            goal = bound - _margin(excess, bound, safe=last and best is floor)
             candidate = self._fit(floor, goal)
-            if candidate.decisions == best.decisions:
+            if candidate.decisions == (best or floor).decisions:
                 break
             candidate = self._compile(candidate)
             if self._offload_failed(candidate):
@@ -178,13 +216,16 @@ class Search:
             if quicker_near:
                 self.items = self.items.without_offload()
             if candidate.peak > bound:
-                last = self.compiles == most - 1 and best is floor
-                goal = bound - _margin(candidate.peak - bound, bound, safe=last)
-            elif candidate.overhead <= best.overhead:
+                excess = candidate.peak - bound
+            elif best is None or candidate.overhead <= best.overhead:
                 best = candidate
                 if candidate.peak >= GOOD_USE * bound and not quicker_near:
                     break
-        return self._compile(known) if known and known.overhead < best.overhead else best
+        if known and (best is None or known.overhead < best.overhead):
+            return self._compile(known), floor
+        if best is None:
+            floor = best = self._compiled_floor(bound)
+        return best, floor
 
     def _remembered(self, bound: int, floor: Candidate) -> Candidate | None:
         """The fastest plan that was compiled for another budget and fits this one too."""
@@ -193,6 +234,8 @@ class Search:
             for index, (overhead, peak) in enumerate(self._known.values())
             if peak <= bound
         ]
+        if not fitting:
+            return None
         policy = list(self._known)[min(fitting)[1]]
         decisions = {r.name: policy.decision(r.name) for r in self.items.residuals}
         if decisions == floor.decisions:
@@ -206,14 +249,14 @@ class Search:
         """
         best = floor
         fits, exceeds = 0.0, math.inf
-        capacity = float(goal - floor.peak)
+        capacity = float(goal - self._expected(floor))
         seen: list[Mapping[str, Decision] | None] = []
         for _ in range(MOST_TRACES):
             candidate = self._decide(capacity)
             spare = goal - candidate.predicted
             if spare >= 0 and candidate.overhead <= best.overhead:
                 best = candidate
-            if 0 <= spare <= goal * (1 - GOOD_USE) or candidate.overhead == 0.0:
+            if 0 <= spare <= CLOSE * goal or candidate.overhead == 0.0:
                 break
             fits, exceeds = (capacity, exceeds) if spare >= 0 else (fits, capacity)
             # The same candidate again: further each time, since items are not arbitrarily small.
@@ -300,6 +343,12 @@ class Search:
         trust = max(LEAST_TRUST, min(1.0, peaks[-1] / temporaries))
         return self._simulated(emission) + round(trust * error)
 
+    def _expected(self, candidate: Candidate) -> int:
+        """Compiled peak, else the peak predicted with all that is known by now."""
+        if candidate.measurement:
+            return candidate.peak
+        return self._predict(candidate.emission)
+
     def _simulated(self, emission: Emission) -> int:
         """Simulated peak of the whole program, bytes per device."""
         return emission.timeline.peak + _fixed_bytes(emission.timeline.graph, self.step)
@@ -323,9 +372,9 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _margin(excess: int, bound: int, *, safe: bool) -> int:
-    """How far below the budget to aim after a plan exceeded it; ``safe`` on the last try."""
+    """How far below the budget to aim, after a plan exceeded it; ``safe`` on the last try."""
     excess = min(excess, bound // 10)
-    return 2 * excess + bound // 50 if safe else excess // 4 + bound // 200
+    return 2 * excess + bound // 50 if safe else excess // 4 + bound // 100
 
 
 def _missing(away: Sequence[Residual], planned: int, measurement: Measurement) -> str:

@@ -102,6 +102,31 @@ def test_loops_hold_their_stacked_results():
     assert live_peak(fun, X) <= 11 * KIB
 
 
+def tpu_and_cuda_peak(fun, *args):
+    program = graph(fun, *args)
+    return [timeline(program, Compiler(platform)).peak for platform in ("tpu", "cuda")]
+
+
+def test_a_tpu_converts_weights_that_loops_only_multiply_by_before_the_loops():
+    weights = jax.ShapeDtypeStruct((6, 128, 128), jnp.float32)
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    size = 6 * 128 * 128 * 4
+
+    def twice(elementwise):
+        def body(c, w):
+            return jnp.sin(c) @ w + (w if elementwise else 0.0), None
+
+        def fun(ws, x):
+            return jax.lax.scan(body, jax.lax.scan(body, x, ws)[0], ws)[0]
+
+        return fun
+
+    tpu, cuda = tpu_and_cuda_peak(twice(elementwise=False), weights, x)
+    assert tpu == cuda + size // 2
+    tpu, cuda = tpu_and_cuda_peak(twice(elementwise=True), weights, x)
+    assert tpu == cuda
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "platform", "expected"),
     [

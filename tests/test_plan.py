@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -203,7 +204,7 @@ def test_a_loaded_plan_refuses_another_program(half, tmp_path):
     ("damage", "says"),
     [
         (lambda text: text[: len(text) // 2], "damaged or no plan"),
-        (lambda text: "[1, 2]", "expected a jdelta plan of version 2, got version None"),
+        (lambda text: "[1, 2]", "expected a jdelta plan of version 3, got version None"),
         (lambda text: text.replace('"jdelta_plan": 3', '"jdelta_plan": 99'), "got version 99"),
         (lambda text: json.dumps({**json.loads(text), "residuals": [{"name": 1}]}), "damaged at"),
         (lambda text: json.dumps({"jdelta_plan": 3}), "damaged at"),
@@ -260,13 +261,23 @@ def test_pinned_decisions():
         jdelta.plan(step, 0.6, *arguments(), pin={"layer/tanh": "away"})
 
 
-def test_below_the_floor(half):
+def test_below_the_floor():
     with pytest.raises(BudgetError, match="below the floor: with every residual") as caught:
-        jdelta.plan(step, half.floor - 1, *arguments(), donate_argnums=0)
-    assert caught.value.floor == half.floor
+        jdelta.plan(step, 1, *arguments(), donate_argnums=0)
+    floor = caught.value.floor
+    with pytest.raises(BudgetError, match="below the floor: with every residual"):
+        jdelta.plan(step, floor - 1, *arguments(), donate_argnums=0)
     by_hand = make_step(jax.checkpoint(layer.__wrapped__, prevent_cse=False))
     lowered = jax.jit(by_hand, donate_argnums=0).lower(*arguments())
-    assert measure(lowered, resolve("cpu"))[1].peak > half.floor - 1
+    assert measure(lowered, resolve("cpu"))[1].peak > floor - 1
+    least = jdelta.plan(step, floor, *arguments(), donate_argnums=0)
+    assert (least.compiled_peak, least.floor) == (floor, floor)
+    assert least.estimates == ("ceiling",)
+
+
+def test_what_was_not_compiled_is_called_predicted(half):
+    assert half.estimates == ("floor",)
+    assert re.search(r"floor \S+ \S+ predicted, plain step \S+ \S+\)", str(half))
 
 
 @pytest.mark.parametrize(

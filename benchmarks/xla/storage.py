@@ -42,6 +42,19 @@ def stack(elementwise: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return program, (jax.ShapeDtypeStruct((2048, 2048), F32),) * 2
 
 
+def weights(elementwise: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A loop over float32 weights, 256 MiB, that reads each in a product, or not only."""
+
+    def program(x, ws):
+        def body(c, w):
+            return jnp.tanh(c @ w) + (w if elementwise else 0.0), None
+
+        return jax.lax.scan(body, x, ws)[0]
+
+    shapes = ((2048, 2048), (16, 2048, 2048))
+    return program, tuple(jax.ShapeDtypeStruct(s, F32) for s in shapes)
+
+
 def row_scatter(batched: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The derivative of picking one logit a row: by `take_along_axis`, or by a flat `take`."""
 
@@ -72,6 +85,8 @@ def product(rows: int, contracted: int) -> tuple[Callable[..., Any], tuple[Any, 
 PROGRAMS = {
     "256 MiB stack, read by products only": stack(elementwise=False),
     "256 MiB stack, read element-wise too": stack(elementwise=True),
+    "256 MiB stacked weights, read by products only": weights(elementwise=False),
+    "256 MiB stacked weights, read element-wise too": weights(elementwise=True),
     "512 MiB logits, gradient of take_along_axis": row_scatter(batched=True),
     "512 MiB logits, gradient of flat take": row_scatter(batched=False),
     "few tiles, product over 50272 = 16 · 3142": product(1024, 50272),
