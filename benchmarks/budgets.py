@@ -6,6 +6,8 @@ compiles it took, and the floor where the budget is below it. Predicted seconds 
 
     python -m benchmarks.budgets --target tpu:v5e:2x2 --json results.json
 
+A plan that fits seldom needs the floor compiled; `--share 0.01` has all floors compiled.
+
 `--sweep` takes 20 budgets from 5 to 100 % instead, in rising order, and says whether each plan is
 within its budget and whether a larger budget ever makes a plan slower.
 
@@ -80,9 +82,10 @@ def markdown(rows: list[Row]) -> str:
     for step, target in dict.fromkeys((r["step"], r["target"]) for r in rows):
         group = {r["share"]: r for r in rows if (r["step"], r["target"]) == (step, target)}
         plain = next((r["ceiling"] for r in group.values() if "ceiling" in r), 0)
-        floor = next(iter(group.values()))["floor"]
+        compiled = [r["floor"] for r in group.values() if "floor" not in r.get("estimates", ())]
+        floor = str(min(compiled) >> 20) if compiled else "not compiled"
         cells = [_cell(group.get(share)) for share in SHARES]
-        head = f"| {step} | {target} | {plain >> 20} | {floor >> 20} | "
+        head = f"| {step} | {target} | {plain >> 20} | {floor} | "
         lines.append(head + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -117,6 +117,7 @@ def of_plan(plan: jdelta.Plan) -> Row:
         "host_bytes": plan.host_bytes,
         "floor": plan.floor,
         "ceiling": plan.ceiling,
+        "estimates": list(plan.estimates),
         "overhead": plan.overhead,
         "step_seconds": plan.step_seconds,
         "compiles": plan.compiles,

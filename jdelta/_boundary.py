@@ -109,7 +109,7 @@ def _residual(entry: _Entry, name: str) -> Residual:
         consumers=(),
         sources=(),
         needed=True,
-        matmul_only=False,
+        read_narrowly=False,
         seconds=0.0,
         loops=entry.loops,
         boundary=True,

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from jdelta._graph import BARRIER, Graph, Operation, Value
-from jdelta._primitives import CHEAP, EXPENSIVE, FREE, MATMULS, REDUCTIONS, VIEWS
+from jdelta._primitives import CHEAP, EXPENSIVE, FREE, MATMULS, RANDOM, REDUCTIONS, VIEWS
 
 _TILE = {1: (32, 128), 2: (16, 128), 4: (8, 128), 8: (8, 128)}
 _GEMM_ALIGNMENT, _GEMM_TILE, _GEMM_TILES_AT_ONCE = 16, 128, 128
@@ -27,6 +27,14 @@ class Compiler:
     """
 
     platform: str
+
+    @property
+    def computed_once(self) -> frozenset[str]:
+        """Element-wise functions that are not computed again in a second reader.
+
+        CUDA: only random bits are worth memory; the rest is, unless that would keep more alive.
+        """
+        return RANDOM if self.platform == "cuda" else EXPENSIVE
 
     def bytes(self, value: Value) -> int:
         """Bytes of a value, padding of its layout included.
@@ -46,16 +54,16 @@ class Compiler:
         ]
         return int(value.bytes * min(factors))
 
-    def stacked_bytes(self, value: Value, *, matmul_only: bool) -> int:
+    def stacked_bytes(self, value: Value, *, read_narrowly: bool) -> int:
         """Bytes of a value that a loop stacks for a later one.
 
-        TPU: a float32 value that only matrix products read is stacked as the bfloat16 they take.
+        TPU: a float32 value that is only read narrowly is stacked as bfloat16.
         """
-        narrow = self.platform == "tpu" and matmul_only and value.dtype == "float32"
+        narrow = self.platform == "tpu" and read_narrowly and value.dtype == "float32"
         return self.bytes(value) // (2 if narrow else 1)
 
     def converted_bytes(self, value: Value) -> int:
-        """Bytes of a second copy of what loops only slice or hand to matrix products.
+        """Bytes of a second copy of what loops only slice and read narrowly.
 
         TPU: such a float32 value (stacked weights) is converted to bfloat16 before the loop, whole.
         """
@@ -100,20 +108,29 @@ def _waste(size: int, tile: int) -> float:
     return math.ceil(size / tile) * tile / size if size else 1.0
 
 
-def matmul_only(graph: Graph) -> set[int]:
-    """Values that nothing but matrix products reads, views and loops looked through."""
+def read_narrowly(graph: Graph) -> set[int]:
+    """Values read by nothing but matrix products and conversions to bfloat16, in loops too.
+
+    A TPU's matrix products take bfloat16 at default precision. Views are looked through.
+    """
     only = set(range(len(graph.values))) - {v for v in graph.outputs if v is not None}
     for op in reversed(graph.operations):
         if op.primitive in VIEWS or op.primitive == BARRIER:
             pairs = zip(op.inputs, op.outputs, strict=False)
             only.difference_update(v for v, view in pairs if view not in only)
         elif op.primitive == "scan" and op.body is not None:
-            inside = matmul_only(op.body)
+            inside = read_narrowly(op.body)
             pairs = zip(op.inputs, op.body.inputs, strict=True)
             only.difference_update(v for v, body_input in pairs if body_input not in inside)
-        elif op.primitive not in MATMULS:
+        elif op.primitive not in MATMULS and not _is_narrowing(graph, op):
             only.difference_update(op.inputs)
     return only
+
+
+def _is_narrowing(graph: Graph, op: Operation) -> bool:
+    return (
+        op.primitive == "convert_element_type" and graph.values[op.outputs[0]].dtype == "bfloat16"
+    )
 
 
 def storage(graph: Graph, compiler: Compiler) -> list[frozenset[int]]:
@@ -169,7 +186,7 @@ def _is_fused_away(
         return False
     if len(readers) <= 1:
         return True
-    if op.primitive in EXPENSIVE:
+    if op.primitive in compiler.computed_once:
         return False
     own = graph.values[value].bytes
     return sum(graph.values[r].bytes >= own for r in below) <= 1

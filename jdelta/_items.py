@@ -206,7 +206,7 @@ def _item(r: Residual, sources: tuple[int, ...], target: Target, *, held: bool) 
     """One residual as an item; ``held`` leaves recomputing it as the only way."""
     compiler, rates = Compiler(target.platform), target.rates
     value = Value(r.shape, r.dtype, r.bytes // max(1, r.count))
-    stacked = compiler.stacked_bytes(value, matmul_only=r.matmul_only)
+    stacked = compiler.stacked_bytes(value, read_narrowly=r.read_narrowly)
     size = (stacked if r.loops else compiler.bytes(value)) * r.count
     closed = held or offload_refusal(r, target) is not None
     return Item(

@@ -8,10 +8,11 @@ stacked loop outputs as a whole.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from jdelta import _jax
-from jdelta._fusion import Compiler, matmul_only, storage
+from jdelta._fusion import Compiler, read_narrowly, storage
 from jdelta._graph import Graph, Operation, Value
 
 
@@ -73,8 +74,9 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
     for index, op in enumerate(graph.operations):
         made = [v for v in op.outputs if v in roots[v] and v not in fixed and v in last]
         new = sum(sizes[v] for v in made)
-        dying = sum(sizes[v] for v in ends[index] if v not in made)
-        shared = min(new, dying) if _in_place(op, compiler) else 0
+        dying = Counter(sizes[v] for v in ends[index] if v not in made)
+        over = dying & Counter(sizes[v] for v in made)  # buffers of one size
+        shared = sum(over.elements()) if _in_place(op, compiler) else 0
         inside = timeline(op.body, compiler).peak if op.body else compiler.workspace(graph, op)
         now += changes[index]
         live.append(now + new - shared + inside)
@@ -84,11 +86,11 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
 
 def _sizes(graph: Graph, compiler: Compiler) -> list[int]:
     sizes = [compiler.bytes(value) for value in graph.values]
-    narrow = matmul_only(graph)
+    narrow = read_narrowly(graph)
     for op in graph.operations:
         if op.primitive == "scan":
             for v in op.outputs:
-                sizes[v] = compiler.stacked_bytes(graph.values[v], matmul_only=v in narrow)
+                sizes[v] = compiler.stacked_bytes(graph.values[v], read_narrowly=v in narrow)
     return sizes
 
 
@@ -102,7 +104,7 @@ def _conversions(graph: Graph, compiler: Compiler) -> list[int]:
     spans: dict[int, tuple[int, int]] = {}
     for index, op in enumerate(graph.operations):
         if op.primitive == "scan" and op.body is not None:
-            only = matmul_only(op.body)
+            only = read_narrowly(op.body)
             consts, carry = _jax.scan_counts(op.params)
             for at, (v, inside) in enumerate(zip(op.inputs, op.body.inputs, strict=True)):
                 if v not in made and inside in only and not consts <= at < consts + carry:

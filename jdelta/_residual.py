@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdelta._cost import operation_seconds
-from jdelta._fusion import Compiler, matmul_only, storage
+from jdelta._fusion import Compiler, read_narrowly, storage
 from jdelta._graph import Graph, Operation
 from jdelta._naming import RegionName
 from jdelta._primitives import CHEAP, FREE, VIEWS
@@ -30,7 +30,7 @@ class Residual:
         sources: Names of the residuals it is computed from, in program order.
         needed: Whether the backward pass reads it. If not, it can only be worth keeping for what
             is recomputed from it.
-        matmul_only: Whether nothing but matrix products reads it.
+        read_narrowly: Whether nothing but matrix products and casts to bfloat16 reads it.
         seconds: Predicted seconds to compute all instances again, given its sources.
         loops: Number of loops around it; offload works under one at most.
         boundary: Whether it enters a region, and so stays in memory unless it is offloaded.
@@ -47,7 +47,7 @@ class Residual:
     consumers: tuple[str, ...]
     sources: tuple[str, ...]
     needed: bool
-    matmul_only: bool
+    read_narrowly: bool
     seconds: float
     loops: int
     boundary: bool = False
@@ -71,7 +71,7 @@ class _Analysis:
         self.names = self._names()
         self.makers = [op for op in self.graph.operations if self._makes_primal(op)]
         self.needed = self._needed()
-        self.narrow = matmul_only(self.graph)
+        self.narrow = read_narrowly(self.graph)
         self.constant = self._constant()
 
     def _bases(self) -> list[int]:
@@ -187,7 +187,7 @@ class _Analysis:
             consumers=(),
             sources=tuple(found[s].name for s in sorted(sources)),
             needed=value in self.needed,
-            matmul_only=value in self.narrow,
+            read_narrowly=value in self.narrow,
             seconds=seconds * self.region.trips,
             loops=self.region.loops + (op.times > 1),
         )

@@ -24,7 +24,9 @@ from jdelta._target import resolve
 F32 = jnp.float32
 
 
-def stack(elementwise: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def stack(
+    elementwise: bool = False, cast: bool = False
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A loop stacks float32 values, 256 MiB; a second one reads them in a product, or not only."""
 
     def program(x, w):
@@ -35,6 +37,7 @@ def stack(elementwise: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         _, stacked = jax.lax.scan(forward, x, length=16)
 
         def backward(c, saved):
+            saved = saved.astype(jnp.bfloat16).astype(F32) if cast else saved
             return c + saved.T @ c + (saved * 2.0 if elementwise else 0.0), None
 
         return jax.lax.scan(backward, x, stacked, reverse=True)[0]
@@ -42,17 +45,21 @@ def stack(elementwise: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return program, (jax.ShapeDtypeStruct((2048, 2048), F32),) * 2
 
 
-def weights(elementwise: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def weights(
+    elementwise: bool = False, cast: bool = False
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A loop over float32 weights, 256 MiB, that reads each in a product, or not only."""
+    dtype = jnp.bfloat16 if cast else F32
 
     def program(x, ws):
         def body(c, w):
-            return jnp.tanh(c @ w) + (w if elementwise else 0.0), None
+            w = w.astype(dtype)
+            return jnp.tanh(c @ w) + (w if elementwise else 0), None
 
         return jax.lax.scan(body, x, ws)[0]
 
-    shapes = ((2048, 2048), (16, 2048, 2048))
-    return program, tuple(jax.ShapeDtypeStruct(s, F32) for s in shapes)
+    x = jax.ShapeDtypeStruct((2048, 2048), dtype)
+    return program, (x, jax.ShapeDtypeStruct((16, 2048, 2048), F32))
 
 
 def row_scatter(batched: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -83,10 +90,14 @@ def product(rows: int, contracted: int) -> tuple[Callable[..., Any], tuple[Any, 
 
 
 PROGRAMS = {
-    "256 MiB stack, read by products only": stack(elementwise=False),
+    "256 MiB stack, read by products only": stack(),
     "256 MiB stack, read element-wise too": stack(elementwise=True),
-    "256 MiB stacked weights, read by products only": weights(elementwise=False),
+    "256 MiB stack, cast to bfloat16, read element-wise too": stack(elementwise=True, cast=True),
+    "256 MiB stacked weights, read by products only": weights(),
     "256 MiB stacked weights, read element-wise too": weights(elementwise=True),
+    "256 MiB stacked weights, cast to bfloat16, element-wise too": weights(
+        elementwise=True, cast=True
+    ),
     "512 MiB logits, gradient of take_along_axis": row_scatter(batched=True),
     "512 MiB logits, gradient of flat take": row_scatter(batched=False),
     "few tiles, product over 50272 = 16 · 3142": product(1024, 50272),
