@@ -22,7 +22,7 @@ from typing import Any
 import jdelta
 from benchmarks import programs, record
 from benchmarks.models import build
-from benchmarks.record import Row, mib, share
+from benchmarks.record import Row, bound, mib, share
 
 STEPS: dict[str, dict[str, Any]] = {
     "mlp": {"name": "mlp", "batch": 32768},
@@ -62,9 +62,11 @@ def cells(r: Row) -> list[str]:
         budget, rest = f"{r['share']:.0%}", ["-", mib(r["floor"]), "-", "below floor", *"----"]
     else:
         budget = mib(r["budget"])
-        sizes = [r["ceiling"], r["floor"], r["predicted_peak"], r["compiled_peak"]]
         rest = [
-            *map(mib, sizes),
+            bound(r, "ceiling"),
+            bound(r, "floor"),
+            mib(r["predicted_peak"]),
+            mib(r["compiled_peak"]),
             f"{r['predicted_peak'] / r['compiled_peak'] - 1:+.1%}",
             share(r["compiled_peak"], r["budget"]),
             share(r["overhead"], r["step_seconds"]),

@@ -98,6 +98,11 @@ def mib(size: float | None) -> str:
     return "-" if size is None else f"{size / 2**20:.0f}"
 
 
+def bound(plan: Row, field: str) -> str:
+    """The floor or ceiling of a plan in MiB, with a mark if it was not compiled."""
+    return ("~" if field in plan.get("estimates", ()) else "") + mib(plan[field])
+
+
 def share(part: float, whole: float) -> str:
     """A part of a whole, in percent."""
     return f"{part / whole:.1%}"

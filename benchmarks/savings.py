@@ -15,7 +15,7 @@ from typing import Any
 
 import jdelta
 from benchmarks import policies, programs, record, steps
-from benchmarks.record import Row, mib, share
+from benchmarks.record import Row, bound, mib, share
 
 KINDS = ("floor", "total", "activation")
 SAVINGS = (0.4, 0.5, 0.6, 0.7)
@@ -74,8 +74,8 @@ def cells(r: Row) -> list[str]:
     """One line of the table; sizes in MiB, overheads in percent of the plain step."""
     plain, plan = r["plain"], r["plan"]
     saving = f"{r['saving']:.0%}" if r["saving"] else ""
-    sizes = [plain["peak"], plain["resident"], plan["budget"], plan["floor"]]
-    head = [r["step"], r["target"], r["of"], saving, *map(mib, sizes)]
+    sizes = [plain["peak"], plain["resident"], plan["budget"]]
+    head = [r["step"], r["target"], r["of"], saving, *map(mib, sizes), bound(plan, "floor")]
     if "error" in plan:
         return [*head, "below floor"]
     seconds = plain["price"]["seconds"]

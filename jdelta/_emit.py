@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jdelta import _jax
 from jdelta._errors import PlanMismatchError
 from jdelta._fusion import Compiler
-from jdelta._graph import graph_of
+from jdelta._graph import Graph, graph_of
 from jdelta._peak import Timeline, timeline
 from jdelta._policy import Policy
 from jdelta._region import Session
@@ -49,12 +50,15 @@ class Emission:
         timeline: Simulated live temporaries.
         lower: Lowers the program for the target.
         options: Options of XLA to compile it with.
+        simulated: Simulated peak of the whole program, arguments and results included, bytes per
+            device.
     """
 
     policy: Policy | None
     timeline: Timeline
     lower: Callable[[], jax.stages.Lowered]
     options: Mapping[str, str]
+    simulated: int
 
 
 def emit(step: Step, policy: Policy | None) -> Emission:
@@ -81,8 +85,22 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     def lower() -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=(platform,))
 
-    simulated = timeline(graph, Compiler(platform))
-    return Emission(policy, simulated, lower, _options(step.target, policy))
+    temporaries = timeline(graph, Compiler(platform))
+    simulated = temporaries.peak + _fixed_bytes(graph, step)
+    return Emission(policy, temporaries, lower, _options(step.target, policy), simulated)
+
+
+def _fixed_bytes(graph: Graph, step: Step) -> int:
+    """Bytes of arguments and results, donated ones once."""
+    inputs = sum(graph.values[v].bytes for v in graph.inputs)
+    outputs = sum(graph.values[v].bytes for v in graph.outputs if v is not None)
+    leaves: list[Any] = jax.tree.leaves([step.args[i] for i in step.donate])
+    donated = sum(x.size * x.dtype.itemsize for x in leaves if not _is_key(x))
+    return inputs + outputs - min(outputs, donated)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _timed(step: Step, traced: jax.stages.Traced) -> jax.stages.Traced:

@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jdelta._budget import Budget, format_bytes
 from jdelta._decision import Decision
 from jdelta._emit import Emission, Step, emit
 from jdelta._errors import BudgetError, OffloadError
-from jdelta._graph import Graph
 from jdelta._items import Items
 from jdelta._measure import Measurement, measure
 from jdelta._overlap import Overlap
@@ -295,7 +293,7 @@ class Search:
         emission = candidate.emission
         compiled, measurement = measure(emission.lower(), self.step.target, emission.options)
         if candidate.decisions is not None and measurement.peak <= OUTLIER * candidate.predicted:
-            self._errors[emission.timeline.peak] = measurement.peak - self._simulated(emission)
+            self._errors[emission.timeline.peak] = measurement.peak - emission.simulated
         candidate = replace(candidate, measurement=measurement, compiled=compiled)
         if candidate.decisions is not None and measurement.host:
             recompute = self.items.recompute_seconds(candidate.decisions)
@@ -337,11 +335,11 @@ class Search:
     def _predict(self, emission: Emission) -> int:
         """Simulated peak, corrected by what was compiled."""
         if not self._errors:
-            return self._simulated(emission)
+            return emission.simulated
         temporaries, peaks = emission.timeline.peak, sorted(self._errors)
         error = float(np.interp(temporaries, peaks, [self._errors[peak] for peak in peaks]))
         trust = max(LEAST_TRUST, min(1.0, peaks[-1] / temporaries))
-        return self._simulated(emission) + round(trust * error)
+        return emission.simulated + round(trust * error)
 
     def _expected(self, candidate: Candidate) -> int:
         """Compiled peak, else the peak predicted with all that is known by now."""
@@ -349,26 +347,9 @@ class Search:
             return candidate.peak
         return self._predict(candidate.emission)
 
-    def _simulated(self, emission: Emission) -> int:
-        """Simulated peak of the whole program, bytes per device."""
-        return emission.timeline.peak + _fixed_bytes(emission.timeline.graph, self.step)
-
     def _may_fit(self, plain: Candidate, budget: Budget) -> bool:
         """Whether compiling the plain step is worth it: the simulation is some 15 % off."""
         return budget.bytes is not None and plain.predicted <= 1.15 * budget.bytes
-
-
-def _fixed_bytes(graph: Graph, step: Step) -> int:
-    """Bytes of arguments and results, donated ones once."""
-    inputs = sum(graph.values[v].bytes for v in graph.inputs)
-    outputs = sum(graph.values[v].bytes for v in graph.outputs if v is not None)
-    leaves: list[Any] = jax.tree.leaves([step.args[i] for i in step.donate])
-    donated = sum(x.size * x.dtype.itemsize for x in leaves if not _is_key(x))
-    return inputs + outputs - min(outputs, donated)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _margin(excess: int, bound: int, *, safe: bool) -> int:

@@ -23,10 +23,12 @@ from benchmarks import (
     programs,
     record,
     savings,
+    simulation,
     steps,
 )
+from benchmarks.xla import dropout
 
-SCRIPTS = [budgets, device, hand_policies, max_batch, offload, savings]
+SCRIPTS = [budgets, device, dropout, hand_policies, max_batch, offload, savings, simulation]
 STEP = {"step": "tiny", "target": "cpu"}
 
 
@@ -186,6 +188,19 @@ def test_savings():
     assert len(cells) == len(savings.HEADS)
     total = savings.row(**STEP, of="total", saving=0.99)
     assert "below the floor" in total["plan"]["error"]
+
+
+def test_simulation(monkeypatch):
+    monkeypatch.setitem(simulation.STEPS, "tiny", {"name": "tiny"})
+    rows = [
+        {**STEP, "kept": kept, **simulation.row(**STEP, kept=kept)} for kept in (None, 0.0, 0.6)
+    ]
+    plain, floor, plan = (r["compiled"] for r in rows)
+    assert floor < plan < plain
+    assert [r["simulated"] for r in rows] == pytest.approx([plain, floor, plan], rel=0.3)
+    table = simulation.markdown(rows)
+    assert table.count("not run") == 2
+    assert "Median of the plans' errors" in table
 
 
 def test_every_step_gets_its_savings_and_deltas_also_the_papers():

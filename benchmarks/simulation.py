@@ -1,0 +1,111 @@
+"""How far off is the simulated peak, before anything of the step was compiled?
+
+The plain step, and plans that keep 0, 20, 40 and 60 % of the bytes of all residuals (nothing
+offloaded), simulated and compiled.
+
+    python -m benchmarks.simulation --target cuda:h100 --json benchmarks/results/simulation.json
+"""
+
+import dataclasses
+import functools
+import statistics
+from typing import Any
+
+import jdelta
+from benchmarks import record
+from benchmarks.budgets import STEPS, TARGETS
+from benchmarks.models import build
+from benchmarks.record import Row, mib
+from jdelta._boundary import with_boundaries
+from jdelta._emit import Step, emit
+from jdelta._items import items_of
+from jdelta._measure import measure
+from jdelta._policy import Policy
+from jdelta._residual import residuals
+from jdelta._solver import Knapsack
+from jdelta._target import resolve
+from jdelta._trace import Trace, trace
+
+KEPT = (None, 0.0, 0.2, 0.4, 0.6)
+HEADS = "step target kept simulated compiled error".split()
+
+
+def row(step: str, target: str, kept: float | None) -> Row:
+    """Simulate and compile one program; ``kept`` is None for the plain step."""
+    staged, found = traced(step, target)
+    emission = emit(staged, None if kept is None else policy(staged, found, kept))
+    measured = measure(emission.lower(), staged.target, emission.options)[1]
+    return {"simulated": emission.simulated, "compiled": measured.peak}
+
+
+@functools.lru_cache(maxsize=1)
+def traced(step: str, target: str) -> tuple[Step, Trace]:
+    """A step for a target."""
+    case, where = build(**STEPS[step], remat=jdelta.remat), resolve(target)
+    args = where.abstract((case.state, case.batch))
+    found = trace(case.step, *args)
+    return Step(case.step, args, (0,), where, found.aliases), found
+
+
+def policy(step: Step, found: Trace, kept: float) -> Policy:
+    """What DELTA's heuristic keeps in a part of the bytes of all residuals."""
+    target = step.target
+    inside = [r for region in found.regions for r in residuals(region, target)]
+    items = items_of(with_boundaries(inside, found), target, 0.0, {})
+    whole = sum(item.bytes for item in items.problem.items if item.needed)
+    problem = dataclasses.replace(items.problem, capacity=kept * whole)
+    decisions = items.decisions(Knapsack().solve(problem).decisions)
+    loops = {region.name: region.loops for region in found.regions}
+    return Policy.of(items.policy_decisions(decisions), loops, target.platform)
+
+
+def error(r: Row) -> float:
+    """What the simulation is too high by, as a part of the compiled peak."""
+    return r["simulated"] / r["compiled"] - 1
+
+
+def cells(r: Row) -> list[str]:
+    """One line of the table; sizes in MiB."""
+    kept = "plain" if r["kept"] is None else f"{r['kept']:.0%}"
+    return [r["step"], r["target"], kept, *map(mib, (r["simulated"], r["compiled"])), percent(r)]
+
+
+def percent(r: Row) -> str:
+    """The error, in percent."""
+    return f"{error(r):+.1%}"
+
+
+def markdown(rows: list[Row]) -> str:
+    """The errors as the docs show them: one line a step and target."""
+    lines = [
+        "| step | target | plain | " + " | ".join(f"{k:.0%} kept" for k in KEPT[1:]) + " |",
+        "|---|---|" + "---|" * len(KEPT),
+    ]
+    for step, target in dict.fromkeys((r["step"], r["target"]) for r in rows):
+        group = {r["kept"]: r for r in rows if (r["step"], r["target"]) == (step, target)}
+        figures = " | ".join(percent(group[k]) if k in group else "not run" for k in KEPT)
+        lines.append(f"| {step} | {target} | {figures} |")
+    planned = [abs(error(r)) for r in rows if r["kept"] is not None]
+    lines.append(f"\nMedian of the plans' errors: {statistics.median(planned):.1%}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = record.parser(__doc__, STEPS, TARGETS)
+    parser.add_argument("--markdown", action="store_true", help="print what the file has; run none")
+    options = parser.parse_args()
+    if options.markdown:
+        print(markdown(record.load(options.json)))
+        return
+    jobs: list[dict[str, Any]] = [
+        {"step": step, "target": target, "kept": kept}
+        for target in options.target or TARGETS
+        for step in options.step or STEPS
+        for kept in KEPT
+    ]
+    rows = record.run(jobs, row, options.json)
+    record.show("simulated and compiled peak (MiB)", HEADS, map(cells, rows))
+
+
+if __name__ == "__main__":
+    main()
