@@ -82,7 +82,7 @@ def heads_away(target: str, **options: Any) -> tuple[Row, jdelta.Plan]:
 def stack_away(target: str) -> tuple[Row, jdelta.Plan]:
     """The stack with both residuals of each layer on the host."""
     weights, x = shapes()
-    marked, pin = stack(jdelta.remat(layer)), {"*/tanh*": "offload"}
+    marked, pin = stack(jdelta.remat(layer)), {"*": "recompute", "*/tanh*": "offload"}
     plan = jdelta.plan(marked, "1GiB", weights, x, target=target, pin=pin)
     temporaries = plan.compiled_peak - size(weights, weights, x)
     return {"temporaries": temporaries, "by_hand": by_hand(target).temporaries}, plan

@@ -1,8 +1,8 @@
 """What a compiler writes to memory: for each value the buffers it is read from, and their bytes.
 
 A model of XLA. Views and broadcasts take no memory. Element-wise results are written only where
-something that cannot be fused reads them (a matrix product, a loop), where an expensive function
-has several readers, or where keeping what they are made from would cost more. Where XLA's back ends
+something that cannot be fused reads them (a loop, on GPUs a matrix product), where random bits have
+several readers, or where keeping what they are made from would cost more. Where XLA's back ends
 differ, ``Compiler`` says how, as seen in their scheduled programs.
 """
 
@@ -28,14 +28,6 @@ class Compiler:
 
     platform: str
 
-    @property
-    def computed_once(self) -> frozenset[str]:
-        """Element-wise functions that are not computed again in a second reader.
-
-        CUDA: only random bits are worth memory; the rest is, unless that would keep more alive.
-        """
-        return RANDOM if self.platform == "cuda" else EXPENSIVE
-
     def bytes(self, value: Value) -> int:
         """Bytes of a value, padding of its layout included.
 
@@ -54,10 +46,10 @@ class Compiler:
         ]
         return int(value.bytes * min(factors))
 
-    def stacked_bytes(self, value: Value, *, read_narrowly: bool) -> int:
-        """Bytes of a value that a loop stacks for a later one.
+    def stored_bytes(self, value: Value, *, read_narrowly: bool) -> int:
+        """Bytes of a value that the program computes.
 
-        TPU: a float32 value that is only read narrowly is stacked as bfloat16.
+        TPU: a float32 value that is only read narrowly is stored as bfloat16.
         """
         narrow = self.platform == "tpu" and read_narrowly and value.dtype == "float32"
         return self.bytes(value) // (2 if narrow else 1)
@@ -85,6 +77,12 @@ class Compiler:
     def is_elementwise(self, op: Operation) -> bool:
         """Whether an operation can be fused into what reads its result."""
         return self.is_cheap(op) or op.primitive in EXPENSIVE
+
+    def fuses_inputs(self, op: Operation) -> bool:
+        """Whether an operation computes element-wise inputs itself; TPU: matrix products do too."""
+        if op.primitive in MATMULS:
+            return self.platform == "tpu"
+        return op.primitive in REDUCTIONS or op.primitive in FREE or self.is_elementwise(op)
 
     def workspace(self, graph: Graph, op: Operation) -> int:
         """Bytes that an operation needs beside what it reads and writes.
@@ -182,15 +180,11 @@ def _is_fused_away(
     """Whether XLA would compute the value inside its readers instead of writing it out."""
     if not compiler.is_elementwise(op):
         return False
-    if not all(_fuses_inputs(reader, compiler) for reader in readers):
+    if not all(compiler.fuses_inputs(reader) for reader in readers):
         return False
     if len(readers) <= 1:
         return True
-    if op.primitive in compiler.computed_once:
+    if op.primitive in RANDOM:
         return False
     own = graph.values[value].bytes
     return sum(graph.values[r].bytes >= own for r in below) <= 1
-
-
-def _fuses_inputs(op: Operation, compiler: Compiler) -> bool:
-    return op.primitive in REDUCTIONS or op.primitive in FREE or compiler.is_elementwise(op)

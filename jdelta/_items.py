@@ -206,8 +206,8 @@ def _item(r: Residual, sources: tuple[int, ...], target: Target, *, held: bool) 
     """One residual as an item; ``held`` leaves recomputing it as the only way."""
     compiler, rates = Compiler(target.platform), target.rates
     value = Value(r.shape, r.dtype, r.bytes // max(1, r.count))
-    stacked = compiler.stacked_bytes(value, read_narrowly=r.read_narrowly)
-    size = (stacked if r.loops else compiler.bytes(value)) * r.count
+    stored = compiler.stored_bytes(value, read_narrowly=r.read_narrowly)
+    size = (stored if r.loops else compiler.bytes(value)) * r.count
     closed = held or offload_refusal(r, target) is not None
     return Item(
         name=r.name,

@@ -88,9 +88,8 @@ def _sizes(graph: Graph, compiler: Compiler) -> list[int]:
     sizes = [compiler.bytes(value) for value in graph.values]
     narrow = read_narrowly(graph)
     for op in graph.operations:
-        if op.primitive == "scan":
-            for v in op.outputs:
-                sizes[v] = compiler.stacked_bytes(graph.values[v], read_narrowly=v in narrow)
+        for v in op.outputs:
+            sizes[v] = compiler.stored_bytes(graph.values[v], read_narrowly=v in narrow)
     return sizes
 
 

@@ -28,7 +28,7 @@ EXPENSIVE = RANDOM | frozenset(
     "exp exp2 expm1 log log1p tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh"
     " atanh logistic erf erfc erf_inv pow sqrt rsqrt cbrt lgamma digamma".split()
 )
-"""Element-wise, but computed once where there is more than one reader."""
+"""Element-wise, at many instructions each."""
 
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax"

@@ -112,19 +112,23 @@ def test_a_tpu_converts_weights_that_loops_only_multiply_by_before_the_loops():
     x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
     size = 6 * 128 * 128 * 4
 
-    def twice(elementwise):
+    def loop(elementwise):
         def body(c, w):
-            return jnp.sin(c) @ w + (w if elementwise else 0.0), None
+            return c @ w + (w if elementwise else 0.0), None
 
-        def fun(ws, x):
-            return jax.lax.scan(body, jax.lax.scan(body, x, ws)[0], ws)[0]
+        return lambda ws, x: jax.lax.scan(body, x, ws)[0]
 
-        return fun
-
-    tpu, cuda = tpu_and_cuda_peak(twice(elementwise=False), weights, x)
+    tpu, cuda = tpu_and_cuda_peak(loop(elementwise=False), weights, x)
     assert tpu == cuda + size // 2
-    tpu, cuda = tpu_and_cuda_peak(twice(elementwise=True), weights, x)
+    tpu, cuda = tpu_and_cuda_peak(loop(elementwise=True), weights, x)
     assert tpu == cuda
+
+
+def test_what_a_tpu_does_inside_matrix_products():
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    size = 128 * 128 * 4
+    assert tpu_and_cuda_peak(lambda x: x.T @ (jnp.sin(x) @ x) + 1, x) == [3 * size // 2, 2 * size]
+    assert tpu_and_cuda_peak(lambda x: (jnp.sin(x) @ x) + 1, x) == [size, 2 * size]
 
 
 @pytest.mark.parametrize(
