@@ -81,8 +81,8 @@ def markdown(rows: list[Row]) -> str:
         "| step | target | plain | floor | " + " | ".join(f"{s:.0%}" for s in SHARES) + " |",
         "|---|---|---|---|" + "---|" * len(SHARES),
     ]
-    for step, target in dict.fromkeys((r["step"], r["target"]) for r in rows):
-        group = {r["share"]: r for r in rows if (r["step"], r["target"]) == (step, target)}
+    for (step, target), found in record.grouped(rows).items():
+        group = {r["share"]: r for r in found}
         plain = next((r["ceiling"] for r in group.values() if "ceiling" in r), 0)
         compiled = [r["floor"] for r in group.values() if "floor" not in r.get("estimates", ())]
         floor = str(min(compiled) >> 20) if compiled else "not compiled"
@@ -102,19 +102,12 @@ def _cell(r: Row | None) -> str:
     return f"{r['compiled_peak'] >> 20} ({off:+.1%}, {r['overhead'] / r['step_seconds']:.1%})"
 
 
-def grouped(rows: list[Row]) -> list[list[Row]]:
-    """The rows of each step and target, budgets rising."""
-    keys = dict.fromkeys((r["step"], r["target"]) for r in rows)
-    chosen = ([r for r in rows if (r["step"], r["target"]) == key] for key in keys)
-    return [sorted(group, key=lambda r: r["share"]) for group in chosen]
-
-
 VERDICT = ("step", "target", "budgets", "plans", "over budget", "slower than below", "use >= 97%")
 
 
 def verdict(group: list[Row]) -> list[str]:
     """What a sweep over the budgets of one step shows."""
-    plans = [r for r in group if "error" not in r]
+    plans = sorted((r for r in group if "error" not in r), key=lambda r: r["share"])
     over = sum(r["compiled_peak"] > r["budget"] for r in plans)
     slower = sum(b["overhead"] > a["overhead"] for a, b in itertools.pairwise(plans))
     used = sum(r["compiled_peak"] >= 0.97 * r["budget"] or not r["overhead"] for r in plans)
@@ -126,11 +119,7 @@ def main() -> None:
     parser = record.parser(__doc__, STEPS, TARGETS)
     parser.add_argument("--share", action="append", type=float, help="default: 0.8 0.6 0.5 0.4")
     parser.add_argument("--sweep", action="store_true", help="20 budgets from 5 to 100 %%")
-    parser.add_argument("--markdown", action="store_true", help="print what the file has; run none")
-    options = parser.parse_args()
-    if options.markdown:
-        print(markdown(record.load(options.json)))
-        return
+    options = record.options(parser, markdown)
     jobs = [
         {"step": step, "target": target, "share": share}
         for target in options.target or TARGETS
@@ -140,7 +129,9 @@ def main() -> None:
     rows = record.run(jobs, row, options.json)
     record.show("compiled peak against budget (MiB per device)", HEADS, map(cells, rows))
     if options.sweep:
-        record.show("larger budgets, quicker plans?", VERDICT, map(verdict, grouped(rows)))
+        record.show(
+            "larger budgets, quicker plans?", VERDICT, map(verdict, record.grouped(rows).values())
+        )
 
 
 if __name__ == "__main__":

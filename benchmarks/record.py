@@ -83,6 +83,26 @@ def parser(
     return made
 
 
+def options(
+    made: argparse.ArgumentParser, markdown: Callable[[list[Row]], str]
+) -> argparse.Namespace:
+    """The options given; where `--markdown` is among them, the file's rows are all there is."""
+    made.add_argument("--markdown", action="store_true", help="print what the file has; run none")
+    given = made.parse_args()
+    if given.markdown:
+        print(markdown(load(given.json)))
+        made.exit()
+    return given
+
+
+def grouped(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
+    """The rows of each step and target."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for r in rows:
+        groups.setdefault((r["step"], r["target"]), []).append(r)
+    return groups
+
+
 def show(title: str, heads: Iterable[str], cells: Iterable[Iterable[str]]) -> None:
     """Prints a table, its first two columns aligned to the left."""
     table = Table(title=title)

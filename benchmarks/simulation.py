@@ -21,7 +21,6 @@ from jdelta._emit import Step, emit
 from jdelta._items import items_of
 from jdelta._measure import measure
 from jdelta._policy import Policy
-from jdelta._residual import residuals
 from jdelta._solver import Knapsack
 from jdelta._target import resolve
 from jdelta._trace import Trace, trace
@@ -50,13 +49,11 @@ def traced(step: str, target: str) -> tuple[Step, Trace]:
 def policy(step: Step, found: Trace, kept: float) -> Policy:
     """What DELTA's heuristic keeps in a part of the bytes of all residuals."""
     target = step.target
-    inside = [r for region in found.regions for r in residuals(region, target)]
-    items = items_of(with_boundaries(inside, found), target, 0.0, {})
+    items = items_of(with_boundaries(found, target), target, 0.0, {})
     whole = sum(item.bytes for item in items.problem.items if item.needed)
     problem = dataclasses.replace(items.problem, capacity=kept * whole)
     decisions = items.decisions(Knapsack().solve(problem).decisions)
-    loops = {region.name: region.loops for region in found.regions}
-    return Policy.of(items.policy_decisions(decisions), loops, target.platform)
+    return Policy.of(items.policy_decisions(decisions), found.loops, target.platform)
 
 
 def error(r: Row) -> float:
@@ -81,8 +78,8 @@ def markdown(rows: list[Row]) -> str:
         "| step | target | plain | " + " | ".join(f"{k:.0%} kept" for k in KEPT[1:]) + " |",
         "|---|---|" + "---|" * len(KEPT),
     ]
-    for step, target in dict.fromkeys((r["step"], r["target"]) for r in rows):
-        group = {r["kept"]: r for r in rows if (r["step"], r["target"]) == (step, target)}
+    for (step, target), found in record.grouped(rows).items():
+        group = {r["kept"]: r for r in found}
         figures = " | ".join(percent(group[k]) if k in group else "not run" for k in KEPT)
         lines.append(f"| {step} | {target} | {figures} |")
     planned = [abs(error(r)) for r in rows if r["kept"] is not None]
@@ -91,12 +88,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = record.parser(__doc__, STEPS, TARGETS)
-    parser.add_argument("--markdown", action="store_true", help="print what the file has; run none")
-    options = parser.parse_args()
-    if options.markdown:
-        print(markdown(record.load(options.json)))
-        return
+    options = record.options(record.parser(__doc__, STEPS, TARGETS), markdown)
     jobs: list[dict[str, Any]] = [
         {"step": step, "target": target, "kept": kept}
         for target in options.target or TARGETS

@@ -15,14 +15,15 @@ from jdelta import _jax
 from jdelta._graph import Graph, Operation, Value
 from jdelta._naming import RegionName
 from jdelta._primitives import CHEAP, FREE, VIEWS
-from jdelta._residual import Residual
+from jdelta._residual import Residual, residuals
+from jdelta._target import Target
 from jdelta._trace import Trace
 
 INPUT_OF_REGION = "input"
 """What stands for the producer of a boundary that no region makes."""
 
 
-def with_boundaries(found: Sequence[Residual], trace: Trace) -> tuple[Residual, ...]:
+def with_boundaries(trace: Trace, target: Target) -> tuple[Residual, ...]:
     """The residuals of a step and its boundaries, in the order of the forward pass.
 
     A boundary that is a residual of the region it comes out of is one item: that residual.
@@ -30,17 +31,17 @@ def with_boundaries(found: Sequence[Residual], trace: Trace) -> tuple[Residual, 
     entries = list(_entries(trace.graph, set(), 1, 0))
     shared = Counter(entry.buffer for entry in entries)
     alone = [entry for entry in entries if shared[entry.buffer] == 1]
-    residuals = {r.name: r for r in found}
+    found = {r.name: r for region in trace.regions for r in residuals(region, target)}
     for entry in alone:
         name = trace.plan_name(entry.name)
         maker = trace.plan_name(entry.maker) if entry.maker else None
-        if maker in residuals and residuals[maker].loops == 0:
-            residuals[maker] = replace(
-                residuals[maker], boundary=True, entering=name, needed=True, sources=(), seconds=0.0
+        if maker in found and found[maker].loops == 0:
+            found[maker] = replace(
+                found[maker], boundary=True, entering=name, needed=True, sources=(), seconds=0.0
             )
         else:
-            residuals[name] = _residual(entry, name)
-    return _ordered(list(residuals.values()), trace)
+            found[name] = _residual(entry, name)
+    return _ordered(list(found.values()), trace)
 
 
 @dataclass(frozen=True)

@@ -51,16 +51,17 @@ class Compiler:
 
         TPU: a float32 value that is only read narrowly is stored as bfloat16.
         """
-        narrow = self.platform == "tpu" and read_narrowly and value.dtype == "float32"
-        return self.bytes(value) // (2 if narrow else 1)
+        return self.bytes(value) // (2 if read_narrowly and self._narrows(value) else 1)
 
     def converted_bytes(self, value: Value) -> int:
         """Bytes of a second copy of what loops only slice and read narrowly.
 
         TPU: such a float32 value (stacked weights) is converted to bfloat16 before the loop, whole.
         """
-        narrow = self.platform == "tpu" and value.dtype == "float32"
-        return self.bytes(value) // 2 if narrow else 0
+        return self.bytes(value) // 2 if self._narrows(value) else 0
+
+    def _narrows(self, value: Value) -> bool:
+        return self.platform == "tpu" and value.dtype == "float32"
 
     def is_cheap(self, op: Operation) -> bool:
         """Whether an operation is element-wise and cheap enough to be done in every reader.

@@ -197,14 +197,7 @@ def named_value(eqn: Eqn) -> str | None:
 
 def name_equation(source: Var, target: Var, name: str, like: Eqn) -> Eqn:
     """``target = checkpoint_name(source, name)``, at the source line of ``like``."""
-    template = _name_equation()
-    return like.replace(
-        primitive=template.primitive,
-        params={**template.params, "name": name},
-        invars=[source],
-        outvars=[target],
-        effects=template.effects,
-    )
+    return _from_template(_name_equation(), source, target, like, name=name)
 
 
 @functools.cache
@@ -215,10 +208,14 @@ def _barrier_equation() -> Eqn:
 
 def barrier_equation(source: Var, target: Var, like: Eqn) -> Eqn:
     """``target = optimization_barrier(source)``, at the source line of ``like``."""
-    template = _barrier_equation()
+    return _from_template(_barrier_equation(), source, target, like)
+
+
+def _from_template(template: Eqn, source: Var, target: Var, like: Eqn, **params: Any) -> Eqn:
+    """The equation ``template`` for other variables, at the source line of ``like``."""
     return like.replace(
         primitive=template.primitive,
-        params=template.params,
+        params={**template.params, **params},
         invars=[source],
         outvars=[target],
         effects=template.effects,

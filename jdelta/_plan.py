@@ -23,7 +23,7 @@ from jdelta._measure import Measurement, measure
 from jdelta._overlap import Overlap
 from jdelta._planner import Found, Search
 from jdelta._policy import Policy
-from jdelta._residual import Residual, residuals
+from jdelta._residual import Residual
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
 from jdelta._table import format_seconds, format_table, rows
@@ -392,12 +392,10 @@ def _plan(
         )
     placed = where.abstract(args)
     found = trace(step_fn, *placed)
-    inside = [r for region in found.regions for r in residuals(region, where)]
-    priced = with_boundaries(inside, found)
+    priced = with_boundaries(found, where)
     items = items_of(priced, where, _host_capacity(host_budget, where), pin)
     step = Step(step_fn, placed, donate_argnums, where, found.aliases)
-    loops = {region.name: region.loops for region in found.regions}
-    search = Search(step, items, loops, solver, found.fingerprint)
+    search = Search(step, items, found.loops, solver, found.fingerprint)
     result = search.run(bound)
     best = result.best
     measurement: Measurement | None = best.measurement

@@ -56,6 +56,11 @@ class Trace:
         """From the name of each region while tracing to its name in plans."""
         return {region.traced: region.name for region in self.regions}
 
+    @property
+    def loops(self) -> dict[str, int]:
+        """From the name of each region in plans to the number of loops around it."""
+        return {region.name: region.loops for region in self.regions}
+
     def plan_name(self, name: RegionName) -> str:
         """The name in plans of a value."""
         return self.aliases[name.region] + name.removeprefix(name.region)

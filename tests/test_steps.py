@@ -48,8 +48,7 @@ def planned(case, share):
 
 def under(found, decisions, fun):
     """`fun` with its regions following the decisions."""
-    loops = {region.name: region.loops for region in found.regions}
-    policy = Policy.of(decisions, loops, "tpu")
+    policy = Policy.of(decisions, found.loops, "tpu")
 
     def run(*args):
         with _jax.session_context(Session(policy, found.aliases)):

@@ -17,7 +17,6 @@ from jdelta._boundary import with_boundaries
 from jdelta._items import items_of
 from jdelta._policy import Policy
 from jdelta._region import Session
-from jdelta._residual import residuals
 from jdelta._target import resolve
 from jdelta._timing import timed
 from jdelta._trace import trace
@@ -71,7 +70,7 @@ def unrolled(unit=layer):
 def offloading(step, args, away=AWAY):
     """The staged step with everything that ``away`` fits offloaded, and how much that is."""
     found = trace(step, *args)
-    priced = with_boundaries([r for g in found.regions for r in residuals(g, TARGET)], found)
+    priced = with_boundaries(found, TARGET)
     decisions = {
         r.name: Decision.OFFLOAD
         if any(fnmatch.fnmatchcase(r.name, pattern) for pattern in away)
@@ -81,8 +80,7 @@ def offloading(step, args, away=AWAY):
         for r in priced
     }
     names = items_of(priced, TARGET, 0.0, {}).policy_decisions(decisions)
-    loops = {region.name: region.loops for region in found.regions}
-    policy = Policy.of(names, loops, TARGET.platform)
+    policy = Policy.of(names, found.loops, TARGET.platform)
 
     def planned(*args):
         with _jax.session_context(Session(policy, found.aliases)):

@@ -180,12 +180,7 @@ def cells(r: Row) -> list[str]:
 
 
 def main() -> None:
-    parser = record.parser(__doc__, WAYS, TARGETS)
-    parser.add_argument("--markdown", action="store_true", help="print what the file has; run none")
-    options = parser.parse_args()
-    if options.markdown:
-        print(markdown(record.load(options.json)))
-        return
+    options = record.options(record.parser(__doc__, WAYS, TARGETS), markdown)
     jobs = [
         {"way": way, "target": target, "limited": limited}
         for way, target in itertools.product(options.step or WAYS, options.target or TARGETS)
