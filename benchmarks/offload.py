@@ -2,9 +2,11 @@
 
 The stack is 16 unrolled layers with two bfloat16 residuals of 64 MiB each, all of them on the host;
 its temporaries stand beside those of `jax.checkpoint` around each layer. GPT-2 (bfloat16, batch 8,
-length 1024) keeps queries, keys and values on the host, under a budget of 60 % of the plain peak.
-GPT2-XL (unrolled, the same) has every second residual on the host, as many as make up half of the
-bytes, and recomputes the rest; its peak stands beside that of `jax.checkpoint` around each block.
+length 1024) keeps queries, keys and values on the host, under a budget of 60 % of the plain peak;
+on a TPU v5e these take the link longer than a forward pass takes. So GPT-2, BERT and Llama also
+have rows with nothing but the queries on the host, and the rest recomputed. GPT2-XL (unrolled, the
+same) has every second residual on the host, as many as make up half of the bytes, and recomputes
+the rest; its peak stands beside that of `jax.checkpoint` around each block.
 All figures are the compiler's, ahead of time; what is hidden is read off its schedule.
 
     python -m benchmarks.offload --target cuda:h100 --json rows.json
@@ -31,6 +33,7 @@ from jdelta._trace import trace
 LAYERS, ROWS, WIDTH = 16, 32768, 1024
 GPT2 = {"batch": 8, "length": 1024, "dtype": jnp.bfloat16}
 TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1", "cuda:h100", "cuda:a100")
+QUERIES = {"gpt2": "*/query_proj", "bert-base": "*/query/add", "llama-160m": "*/query_proj"}
 HEADS = "program target taken by-hand planned host hidden".split()
 
 
@@ -79,6 +82,14 @@ def heads_away(target: str, **options: Any) -> tuple[Row, jdelta.Plan]:
     return {}, jdelta.plan(case.step, 0.6, *args, target=target, donate_argnums=0, pin=pin)
 
 
+def queries_away(target: str, model: str, **options: Any) -> tuple[Row, jdelta.Plan]:
+    """A model with the queries of all layers on the host, and the rest recomputed."""
+    case = build(model, dtype=jnp.bfloat16, remat=jdelta.remat, **options)
+    args = case.state, case.batch
+    pin = {"*": "recompute", QUERIES[model]: "offload"}
+    return {}, jdelta.plan(case.step, None, *args, target=target, donate_argnums=0, pin=pin)
+
+
 def stack_away(target: str) -> tuple[Row, jdelta.Plan]:
     """The stack with both residuals of each layer on the host."""
     weights, x = shapes()
@@ -109,6 +120,11 @@ MAKES: dict[str, Callable[[str], tuple[Row, jdelta.Plan]]] = {
     "stack": stack_away,
     "gpt2 scanned": functools.partial(heads_away, scan=True),
     "gpt2 unrolled": heads_away,
+    **{
+        f"{model} {form}, queries": functools.partial(queries_away, model=model, **options)
+        for model in QUERIES
+        for form, options in (("scanned", {"scan": True}), ("unrolled", {}))
+    },
     "gpt2-xl unrolled": half_away,
 }
 

@@ -87,7 +87,8 @@ def emit(step: Step, policy: Policy | None) -> Emission:
 
     temporaries = timeline(graph, Compiler(platform))
     simulated = temporaries.peak + _fixed_bytes(graph, step)
-    return Emission(policy, temporaries, lower, _options(step.target, policy), simulated)
+    options = _options(step.target, policy, simulated)
+    return Emission(policy, temporaries, lower, options, simulated)
 
 
 def _fixed_bytes(graph: Graph, step: Step) -> int:
@@ -115,18 +116,19 @@ def _timed(step: Step, traced: jax.stages.Traced) -> jax.stages.Traced:
     return jax.jit(planned, donate_argnums=step.donate).trace(*step.args)
 
 
-def _options(target: Target, policy: Policy | None) -> dict[str, str]:
+def _options(target: Target, policy: Policy | None, needed: int) -> dict[str, str]:
     """Options of XLA that make it do what the policy says, for this one program.
 
-    TPU, outside of loops: the scheduler takes offload back wherever it sees memory to spare, so it
-    is told of none. XLA's own rematerialisation would then recompute all it can (24 % more compute
-    on an MLP, its peak the same), so it is off. Inside loops offload needs neither; there the
-    scheduler is left free to hide transfers.
+    TPU, outside of loops: to hide transfers its scheduler takes what memory it sees, so it is told
+    of as much as the simulation says is ``needed``: a wish that it may exceed. XLA's own
+    rematerialisation takes the same figure for a limit and would recompute all it can (24 % more
+    compute on an MLP, its peak the same), so it is off.
     """
     if policy is None or target.platform != "tpu" or not policy.offloads_outside_loops:
         return {}
     return {
-        "xla_tpu_user_reserved_hbm_bytes": str(target.memory),
+        "xla_tpu_user_reserved_hbm_bytes": str(max(0, target.memory - needed)),
+        "xla_tpu_scheduler_percent_shared_memory_limit": "100",
         "xla_tpu_rematerialization_min_size_in_bytes": str(1 << 62),
     }
 

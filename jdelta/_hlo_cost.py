@@ -166,17 +166,18 @@ def traffic(
     if is_free(instruction):
         return 0, 0
     read = sum(
-        _read(module, computation, instruction, position, _bytes(operand.shape, memory))
+        _read(module, computation, instruction, position, bytes_in(operand.shape, memory))
         for position, operand in enumerate(computation.operands(instruction))
     )
-    return read, _written(module, computation, instruction, _result(instruction), memory)
+    return read, _written(module, computation, instruction, result(instruction), memory)
 
 
-def _bytes(shape: Shape, memory: int) -> int:
+def bytes_in(shape: Shape, memory: int) -> int:
+    """Bytes of the arrays of a shape that live in one memory."""
     return sum(array.bytes for array in leaves(shape) if array.memory == memory)
 
 
-def _result(instruction: Instruction) -> Shape:
+def result(instruction: Instruction) -> Shape:
     """What an instruction writes.
 
     A start has its operands and a context beside its result: ``copy-start`` is (destination,
@@ -199,7 +200,7 @@ def _read(
     if user.opcode == "bitcast":
         return _read_of(module, computation, user.name, whole)
     if _op(user) in _SLICES and position == 0:
-        return min(whole, sum(array.bytes for array in leaves(_result(user))))
+        return min(whole, sum(array.bytes for array in leaves(result(user))))
     return 0 if _op(user) == "dynamic-update-slice" and position == 0 else whole
 
 
@@ -215,7 +216,7 @@ def _written(
     module: Module, computation: Computation, instruction: Instruction, shape: Shape, memory: int
 ) -> int:
     """Bytes of a result of ``shape`` that are written to ``memory``."""
-    if _bytes(shape, memory) == 0:
+    if bytes_in(shape, memory) == 0:
         return 0
     if (inner := module.called(instruction)) and _op(instruction) in ("fusion", "async"):
         return _written(module, inner, inner.root, shape, memory)
@@ -227,4 +228,4 @@ def _written(
         return _written(module, computation, operands[0], shape, memory)
     if _op(instruction) == "dynamic-update-slice":
         return operands[1].array.bytes
-    return _bytes(shape, memory)
+    return bytes_in(shape, memory)

@@ -156,9 +156,8 @@ def _hidden(residuals: Sequence[Residual], target: Target) -> tuple[float, float
 
     A backward pass takes about twice a forward pass, which is what computing all residuals takes.
     """
-    timed = [r for r in residuals if offload_refusal(r, target) is None]
-    hiding = [r for r in timed if r.loops or target.platform == "cuda"]
-    forward = sum(r.seconds for r in residuals if r.region in {h.region for h in hiding})
+    hiding = {r.region for r in residuals if offload_refusal(r, target) is None}
+    forward = sum(r.seconds for r in residuals if r.region in hiding)
     return HIDING * forward, HIDING * 2 * forward
 
 

@@ -11,6 +11,8 @@ from typing import Any, get_origin
 import jax
 
 from jdelta import _cache
+from jdelta._hlo import parse
+from jdelta._host import allocated
 from jdelta._overlap import NO_TRANSFERS, Overlap, read_overlap
 from jdelta._stride import forward_fetches
 from jdelta._target import Target
@@ -56,7 +58,8 @@ class Measurement:
         outputs: Bytes of results in device memory.
         aliased: Bytes of results that take the place of donated arguments.
         temporaries: Bytes of everything else in device memory.
-        host: Bytes of temporaries in pinned host memory.
+        host: Bytes of temporaries in pinned host memory. TPU: the compiler's figure, or what its
+            program allocates if that is less (see ``_host.py``).
         host_arguments: Bytes of arguments in host memory.
         host_outputs: Bytes of results in host memory.
         refused: Whether the compiler refused the program as too large. All but ``peak`` and
@@ -205,22 +208,25 @@ def _measured(compiled: jax.stages.Compiled, target: Target, seconds: float) -> 
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
-        host=stats.host_temp_size_in_bytes,
         host_arguments=stats.host_argument_size_in_bytes,
         host_outputs=stats.host_output_size_in_bytes,
         refused=False,
         seconds=seconds,
-        **_transfers(compiled, target, stats.host_temp_size_in_bytes),
+        **_host(compiled, target, stats.host_temp_size_in_bytes),
     )
 
 
-def _transfers(compiled: jax.stages.Compiled, target: Target, host_bytes: int) -> dict[str, Any]:
-    """What the schedule says of transfers; not asked for where there are none to be expected."""
-    if not host_bytes:
-        return {}
+def _host(compiled: jax.stages.Compiled, target: Target, reported: int) -> dict[str, Any]:
+    """What the program holds on the host and moves there; the text is read only if it does."""
+    if not reported:
+        return {"host": 0}
     text = compiled.as_text() or ""
     wrong = forward_fetches(text) if target.platform == "cuda" else ()
-    return {"overlap": read_overlap(text, target.rates), "wrong_fetches": tuple(wrong)}
+    return {
+        "host": min(reported, allocated(parse(text))) if target.platform == "tpu" else reported,
+        "overlap": read_overlap(text, target.rates),
+        "wrong_fetches": tuple(wrong),
+    }
 
 
 def _peak(stats: Any, total: int, platform: str) -> int:

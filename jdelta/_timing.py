@@ -8,6 +8,8 @@ is evaluated once more, and is the same program but for its timing:
   later, so it runs beside the compute between them, and the buffer is free after it.
 - A fetch shares a barrier with the results of the backward unit some distance ahead of its use,
   so it runs beside that compute, and no earlier.
+- TPUs undo what such barriers say, so copies go to slots of host arrays there, and a fetch reads
+  at an index computed from those results: see ``_stacks.py``.
 - The results of a backward unit share one barrier, so that gradients of weights are not put off
   while what they are made from stays in memory.
 - Loops do both one iteration apart: see ``_pipeline.py``.
@@ -25,19 +27,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jdelta import _jax
 from jdelta._chips import Rates
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop
+from jdelta._stacks import Stacks
 
 TIMED = frozenset({"cuda", "tpu"})
 """Platforms whose compiler leaves transfers exposed unless they are timed."""
 
 TIED = frozenset({"cuda"})
-"""Platforms where units are tied and forward loops write late: a TPU undoes offload behind
-barriers, and runs copies to the host beside compute by itself."""
+"""Platforms where copies are tied to other values and forward loops write late: a TPU undoes
+offload behind barriers, and runs copies to the host beside compute by itself."""
 
 MOST_AHEAD = 3
 """Units that a transfer may be ahead of its use, or lag behind its producer."""
@@ -75,6 +79,7 @@ class _Timing:
         fetches: From a backward unit (its number) to the host values to fetch when it begins.
         ties: From an index to a result of that equation and the host values to tie to it.
         late: Host stacks that may be written late, since only one loop fetches them, in reverse.
+        stacked: Host values that get slots of host arrays, by backward unit.
     """
 
     program: Jaxpr
@@ -84,23 +89,26 @@ class _Timing:
     fetches: dict[int, list[Var]] = field(init=False)
     ties: dict[int, tuple[Var, list[Var]]] = field(init=False)
     late: frozenset[Var] = field(init=False)
+    early: list[Var] = field(init=False)
+    stacked: list[list[Var]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.eqns = list(_jax.open_jaxpr(self.program).eqns)
-        shielded = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
-        self.units = shielded if self.clock.platform in TIED else []
+        self.units = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
         self.fetches = self._fetches()
         self.ties = self._ties()
-        self.late = self._late()
+        self.late = self._late() if self.tied else frozenset()
+        self.early = self._early()
+        self.stacked = [] if self.tied else self._stacked()
+
+    @property
+    def tied(self) -> bool:
+        """Whether barriers time the copies of this platform."""
+        return self.clock.platform in TIED
 
     def _fetches(self) -> dict[int, list[Var]]:
         """Issue each fetch as many units ahead as it takes to hide it."""
-        needs = [_host_inputs(self.eqns[index]) for index in self.units]
-        # A unit's output is the next one's input, and still there when its own unit needs it.
-        needs = [
-            [v for v in hosts if v not in before]
-            for before, hosts in itertools.pairwise([[], *needs])
-        ]
+        needs = self._needs()
         into = [_bytes(hosts) / self.clock.rates.host_to_device for hosts in needs]
         units = [_jax.single(self.eqns[index]) for index in self.units]
         compute = [self.clock.seconds(unit) for unit in units]
@@ -113,6 +121,17 @@ class _Timing:
                 hidden += compute[start]
             issued[start] += hosts
         return issued
+
+    def _needs(self) -> list[list[Var]]:
+        """Host values of each backward unit that no unit before it has fetched.
+
+        A unit's output is the next one's input, and still there when its own unit needs it.
+        """
+        needs = [_host_inputs(self.eqns[index]) for index in self.units]
+        return [
+            [v for v in hosts if v not in before]
+            for before, hosts in itertools.pairwise([[], *needs])
+        ]
 
     def _ties(self) -> dict[int, tuple[Var, list[Var]]]:
         """Tie each copy to the host to the first later value by which it can be done."""
@@ -145,9 +164,29 @@ class _Timing:
         rate = self.clock.rates.device_to_host
         return _bytes(eqn.outvars) / rate if _jax.crosses_to_host(eqn) else 0.0
 
+    def _stacked(self) -> list[list[Var]]:
+        """What one copy makes and only units fetch, once for each of them."""
+        made = {e.outvars[0] for e in self.eqns if _jax.crosses_to_host(e)}
+        for index, eqn in enumerate(self.eqns):
+            fetched = _host_inputs(eqn) if index in self.units else ()
+            made.difference_update(v for v in eqn.invars if _jax.is_var(v) and v not in fetched)
+        made.difference_update(filter(_jax.is_var, _jax.open_jaxpr(self.program).outvars))
+        return [[v for v in hosts if v in made] for hosts in self._needs()]
+
+    def _early(self) -> list[Var]:
+        """What is there before the first backward unit, and only read after all units.
+
+        These are gradients, such as those of a head's weights, made of values that are large.
+        """
+        if not self.units:
+            return []
+        last = self.units[-1]
+        made = {v for eqn in self.eqns[: self.units[0]] for v in eqn.outvars}
+        read = {v for eqn in self.eqns[: last + 1] for v in eqn.invars if _jax.is_var(v)}
+        later = {v for eqn in self.eqns[last + 1 :] for v in eqn.invars if _jax.is_var(v)}
+        return [v for v in made & later - read if not _is_host(v)]
+
     def _late(self) -> frozenset[Var]:
-        if self.clock.platform not in TIED:
-            return frozenset()
         readers: dict[Var, list[Eqn]] = defaultdict(list)
         for eqn in self.eqns:
             for v in filter(_jax.is_var, eqn.invars):
@@ -207,6 +246,7 @@ class _Evaluation:
         self.timing = timing
         self.device: dict[Var, Any] = {}
         self.late: dict[Var, Late] = {}
+        self.stacks = Stacks(timing.stacked)
         self.read = _variables_read(timing.program)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
@@ -216,12 +256,14 @@ class _Evaluation:
             for number, index in enumerate(timing.units)
         }
         for index, eqn in enumerate(timing.eqns):
-            if eqn.primitive.name == "scan" and any(map(_is_host, eqn.outvars)):
+            if _jax.crosses_to_host(eqn) and eqn.outvars[0] in self.stacks.slots:
+                instead[index] = functools.partial(self._write, eqn)
+            elif eqn.primitive.name == "scan" and any(map(_is_host, eqn.outvars)):
                 instead[index] = functools.partial(self._forward_loop, eqn)
             elif eqn.primitive.name == "scan" and any(map(_is_host, eqn.invars)):
                 instead[index] = functools.partial(self._backward_loop, eqn)
         after = {
-            index: functools.partial(_tie, (value, *hosts))
+            index: functools.partial(self._end, value, hosts)
             for index, (value, hosts) in timing.ties.items()
         }
         return _jax.evaluate_with(timing.program, args, instead, after)
@@ -238,8 +280,7 @@ class _Evaluation:
         """A backward unit: fetches for later ones begin with it, its results end together."""
         if number == 0:
             last = [v for v in eqn.invars if _jax.is_var(v) and not _is_host(v)][-1]
-            _tie((last, *self.timing.fetches.get(0, ())), env)
-            self._fetch(0, env)
+            self._fetch(0, [last, *self.timing.early], env)
         body, _ = _jax.with_fetched_inputs(_jax.subjaxpr(eqn))
         inputs = [
             self.device[v] if _is_host(v) and v in self.device else x
@@ -247,15 +288,33 @@ class _Evaluation:
         ]
         results = _jax.evaluate(body, *lax.optimization_barrier(inputs))
         env.update(zip(eqn.outvars, results, strict=True))
-        used = [v for v in eqn.outvars if v in self.read]
-        if used:
-            _tie((*used, *self.timing.fetches.get(number + 1, ())), env)
-        self._fetch(number + 1, env)
+        self._fetch(number + 1, [v for v in eqn.outvars if v in self.read], env)
         return [env[v] for v in eqn.outvars]
 
-    def _fetch(self, number: int, env: _jax.Env) -> None:
-        for v in self.timing.fetches.get(number, ()):
-            self.device[v] = jax.device_put(env[v], jax.memory.Space.Device)
+    def _fetch(self, number: int, after: Sequence[Var], env: _jax.Env) -> None:
+        """Fetch what is due when a backward unit begins, ``after`` these values are there."""
+        hosts = self.timing.fetches.get(number, ())
+        if after:
+            _tie((*after, *(hosts if self.timing.tied else ())), env)
+        if self.stacks.slots and hosts:
+            real = (v for v in after if jnp.issubdtype(v.aval.dtype, jnp.floating))
+            self.stacks.wait(env[v] for v in real)
+        for v in hosts:
+            if v in self.stacks.slots:
+                self.device[v] = self.stacks.read(v)
+            else:
+                self.device[v] = jax.device_put(env[v], jax.memory.Space.Device)
+
+    def _end(self, value: Var, hosts: Sequence[Var], env: _jax.Env) -> None:
+        """End copies to the host by the time that a value is there."""
+        stacked = [v for v in hosts if v in self.stacks.slots]
+        env[value] = self.stacks.tie(stacked, env[value])
+        _tie((value, *(v for v in hosts if v not in self.stacks.slots)), env)
+
+    def _write(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
+        """A copy to the host goes to its slot; nothing but a fetch reads it."""
+        self.stacks.write(eqn.outvars[0], *_jax.read(env, eqn.invars))
+        return [None]
 
 
 def _tie(names: Sequence[Var], env: _jax.Env) -> None:
