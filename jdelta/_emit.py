@@ -120,14 +120,15 @@ def _options(target: Target, policy: Policy | None, needed: int) -> dict[str, st
     """Options of XLA that make it do what the policy says, for this one program.
 
     TPU, outside of loops: to hide transfers its scheduler takes what memory it sees, so it is told
-    of as much as the simulation says is ``needed``: a wish that it may exceed. XLA's own
-    rematerialisation takes the same figure for a limit and would recompute all it can (24 % more
-    compute on an MLP, its peak the same), so it is off.
+    of as much as the simulation says is ``needed`` (a wish that it may exceed), or of none where
+    the least memory is wanted. XLA's own rematerialisation takes the same figure for a limit and
+    would recompute all it can (24 % more compute on an MLP, its peak the same), so it is off.
     """
     if policy is None or target.platform != "tpu" or not policy.offloads_outside_loops:
         return {}
+    room = 0 if policy.least else needed
     return {
-        "xla_tpu_user_reserved_hbm_bytes": str(max(0, target.memory - needed)),
+        "xla_tpu_user_reserved_hbm_bytes": str(max(0, target.memory - room)),
         "xla_tpu_scheduler_percent_shared_memory_limit": "100",
         "xla_tpu_rematerialization_min_size_in_bytes": str(1 << 62),
     }

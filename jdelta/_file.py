@@ -13,7 +13,7 @@ from jdelta._overlap import Overlap
 from jdelta._policy import Policy
 from jdelta._residual import Residual
 
-VERSION = 3
+VERSION = 4
 _SCALARS = {"int": int, "float": (int, float), "str": str}
 P = TypeVar("P")
 
@@ -68,6 +68,7 @@ def _policy_record(policy: Policy) -> dict[str, Any]:
         "recomputed": sorted(policy.recomputed),
         "regions": policy.regions,
         "writes_bits": policy.writes_bits,
+        "least": policy.least,
     }
 
 
@@ -78,8 +79,9 @@ def _read(field: dataclasses.Field[Any], value: Any) -> Any:
         return Overlap.of_record(value)
     if field.name == "policy" and value is not None:
         names = {k: frozenset[str](value[k]) for k in ("saved", "offloaded", "recomputed")}
-        regions, written = _tuples(value["regions"]), bool(value["writes_bits"])
-        return Policy(**names, regions=regions, writes_bits=written)
+        written, least = bool(value["writes_bits"]), bool(value["least"])
+        regions = _tuples(value["regions"])
+        return Policy(**names, regions=regions, writes_bits=written, least=least)
     expected = _SCALARS.get(str(field.type))
     if expected and not isinstance(value, expected):
         raise ValueError(f"{field.name}: expected {field.type}, got {value!r}")

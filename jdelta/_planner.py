@@ -131,6 +131,7 @@ class Search:
         key = (fingerprint, step.target.name, step.donate, items.problem, pins)
         self._known = _known.setdefault(key, {})
         self.compiles = 0
+        self.least = False
         self._errors: dict[int, int] = {}
         self._emitted: dict[Policy | None, Emission] = {}
 
@@ -178,12 +179,12 @@ class Search:
         return floor
 
     def _deep_floor(self, floor: Candidate) -> Candidate:
-        """The least peak with what enters the units on the host too."""
-        near, self.items = self.items, self.items.with_boundaries()
+        """The least peak with what enters the units on the host too, nothing spent on overlap."""
+        near, self.items, self.least = self.items, self.items.with_boundaries(), True
         deep = self._compile(self._floor())
         if not self._offload_failed(deep) and deep.peak < floor.peak:
             return deep
-        self.items = near
+        self.items, self.least = near, False
         return floor
 
     def _improve(self, bound: int) -> tuple[Candidate, Candidate]:
@@ -238,7 +239,7 @@ class Search:
         decisions = {r.name: policy.decision(r.name) for r in self.items.residuals}
         if decisions == floor.decisions:
             return None
-        return self._priced(decisions, Outcome.HEURISTIC)
+        return self._priced(decisions, Outcome.HEURISTIC, policy)
 
     def _fit(self, floor: Candidate, goal: int) -> Candidate:
         """The fastest candidate whose predicted peak is within ``goal``: a bracketed search.
@@ -273,9 +274,12 @@ class Search:
     def _candidate(self, chosen: Sequence[Decision], outcome: Outcome) -> Candidate:
         return self._priced(self.items.decisions(chosen), outcome)
 
-    def _priced(self, decisions: Mapping[str, Decision], outcome: Outcome) -> Candidate:
-        names = self.items.policy_decisions(decisions)
-        emission = self._emit(Policy.of(names, self.regions, self.step.target.platform))
+    def _priced(
+        self, decisions: Mapping[str, Decision], outcome: Outcome, policy: Policy | None = None
+    ) -> Candidate:
+        names, platform = self.items.policy_decisions(decisions), self.step.target.platform
+        policy = policy or Policy.of(names, self.regions, platform, least=self.least)
+        emission = self._emit(policy)
         overhead = self.items.overhead(decisions)
         return Candidate(decisions, overhead, emission, self._predict(emission), outcome)
 

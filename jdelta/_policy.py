@@ -30,6 +30,7 @@ class Policy:
         recomputed: Names dropped; a value without any decision is dropped too.
         regions: From each region that the decisions are for to the number of loops around it.
         writes_bits: Whether random bits are written to memory before they are read: TPUs need it.
+        least: Whether the least memory matters more than hiding transfers.
     """
 
     saved: frozenset[str]
@@ -37,10 +38,16 @@ class Policy:
     recomputed: frozenset[str]
     regions: tuple[tuple[str, int], ...]
     writes_bits: bool = False
+    least: bool = False
 
     @classmethod
     def of(
-        cls, decisions: Mapping[str, Decision], regions: Mapping[str, int], platform: str
+        cls,
+        decisions: Mapping[str, Decision],
+        regions: Mapping[str, int],
+        platform: str,
+        *,
+        least: bool = False,
     ) -> Policy:
         """The policy of decisions by name.
 
@@ -48,6 +55,7 @@ class Policy:
             decisions: From names to decisions.
             regions: From the regions that they are for to the number of loops around each.
             platform: Platform of the target.
+            least: Whether the least memory matters more than hiding transfers.
         """
         names = {d: frozenset(n for n, is_d in decisions.items() if is_d is d) for d in Decision}
         return cls(
@@ -56,6 +64,7 @@ class Policy:
             names[Decision.RECOMPUTE],
             tuple(sorted(regions.items())),
             writes_bits=platform == "tpu",
+            least=least,
         )
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
