@@ -297,7 +297,7 @@ class _Evaluation:
         if after:
             _tie((*after, *(hosts if self.timing.tied else ())), env)
         if self.stacks.slots and hosts:
-            real = (v for v in after if jnp.issubdtype(v.aval.dtype, jnp.floating))
+            real = (v for v in after if jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.size)
             self.stacks.wait(env[v] for v in real)
         for v in hosts:
             if v in self.stacks.slots:
