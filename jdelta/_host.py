@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 from jdelta._hlo import HOST, Instruction, Module
-from jdelta._hlo_cost import bytes_in, result
+from jdelta._hlo_cost import bytes_in, is_free, result
 
-_PASSING = frozenset(
-    {
-        "bitcast",
-        "call",
-        "conditional",
-        "dynamic-update-slice",
-        "dynamic-update-slice-start",
-        "get-tuple-element",
-        "opt-barrier",
-        "parameter",
-        "tuple",
-        "while",
-    }
-)
-"""Operations whose result takes the place of an operand, or is one."""
+_IN_PLACE = frozenset({"dynamic-update-slice", "dynamic-update-slice-start"})
 
 
 def allocated(module: Module) -> int:
@@ -33,9 +19,12 @@ def allocated(module: Module) -> int:
         bytes_in(result(instruction), HOST)
         for computation in module.computations.values()
         for instruction in computation
-        if not _passes_on(instruction)
+        if _makes(instruction)
     )
 
 
-def _passes_on(instruction: Instruction) -> bool:
-    return instruction.opcode in _PASSING or instruction.opcode.endswith("-done")
+def _makes(instruction: Instruction) -> bool:
+    """Whether the result is a buffer of its own: of custom calls too, AllocateBuffer is one."""
+    if instruction.opcode == "custom-call":
+        return True
+    return instruction.opcode not in _IN_PLACE and not is_free(instruction)

@@ -220,11 +220,11 @@ def _host(compiled: jax.stages.Compiled, target: Target, reported: int) -> dict[
     """What the program holds on the host and moves there; the text is read only if it does."""
     if not reported:
         return {"host": 0}
-    text = compiled.as_text() or ""
-    wrong = forward_fetches(text) if target.platform == "cuda" else ()
+    program = parse(compiled.as_text() or "")
+    wrong = forward_fetches(program) if target.platform == "cuda" else ()
     return {
-        "host": min(reported, allocated(parse(text))) if target.platform == "tpu" else reported,
-        "overlap": read_overlap(text, target.rates),
+        "host": min(reported, allocated(program)) if target.platform == "tpu" else reported,
+        "overlap": read_overlap(program, target.rates),
         "wrong_fetches": tuple(wrong),
     }
 

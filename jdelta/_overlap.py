@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdelta._chips import Rates
-from jdelta._hlo import HOST, Computation, Instruction, Module, parse
+from jdelta._hlo import HOST, Computation, Instruction, Module
 from jdelta._hlo_cost import seconds, traffic
 from jdelta._loop import read_loop
 
@@ -111,14 +111,14 @@ NO_TRANSFERS = Overlap((), 0.0)
 """Of a program that keeps nothing on the host; its compute is not read."""
 
 
-def read_overlap(text: str, rates: Rates) -> Overlap:
+def read_overlap(module: Module, rates: Rates) -> Overlap:
     """Reads the schedule of a compiled program.
 
     Args:
-        text: The program as ``jax.stages.Compiled.as_text`` prints it for a TPU or a GPU.
+        module: The program as the compiler of a TPU or a GPU prints it.
         rates: Rates of the target.
     """
-    run = _Run(parse(text), rates)
+    run = _Run(module, rates)
     now = _Clock()
     run.computation(now, run.module.entry)
     return Overlap(tuple(log.transfer() for log in now.logs.values()), now.compute)

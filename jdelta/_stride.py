@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta._hlo import HOST, Array, Computation, Instruction, Module, parse
+from jdelta._hlo import HOST, Array, Computation, Instruction, Module
 from jdelta._loop import Loop, read_loop
 
 _CONFIG = "dynamic_slice_config"
@@ -48,19 +48,18 @@ class _UnknownError(Exception):
     """The text does not tell a value."""
 
 
-def forward_fetches(text: str) -> list[str]:
+def forward_fetches(module: Module) -> list[str]:
     """The fetches of a program that read another slice of a host stack than the one indexed.
 
     A fetch is not listed if the compiler gave its copy no offset of its own (on TPUs the index
     itself is used), or if the text does not tell the value of its index.
 
     Args:
-        text: The program as ``jax.stages.Compiled.as_text`` prints it.
+        module: The compiled program.
 
     Returns:
         Names of the slice instructions, in the order of the text.
     """
-    module = parse(text)
     wrong: dict[str, None] = {}
     for computation in module.computations.values():
         for instruction in computation:

@@ -76,9 +76,11 @@ class _Timing:
         clock: Prices what can hide a transfer.
         eqns: The program's equations.
         units: Indices of the backward units, in program order.
+        needs: Host values that each backward unit is the first to fetch.
         fetches: From a backward unit (its number) to the host values to fetch when it begins.
         ties: From an index to a result of that equation and the host values to tie to it.
         late: Host stacks that may be written late, since only one loop fetches them, in reverse.
+        early: Gradients that are there before the first backward unit.
         stacked: Host values that get slots of host arrays, by backward unit.
     """
 
@@ -86,6 +88,7 @@ class _Timing:
     clock: Clock
     eqns: list[Eqn] = field(init=False)
     units: list[int] = field(init=False)
+    needs: list[list[Var]] = field(init=False)
     fetches: dict[int, list[Var]] = field(init=False)
     ties: dict[int, tuple[Var, list[Var]]] = field(init=False)
     late: frozenset[Var] = field(init=False)
@@ -95,6 +98,7 @@ class _Timing:
     def __post_init__(self) -> None:
         self.eqns = list(_jax.open_jaxpr(self.program).eqns)
         self.units = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
+        self.needs = self._needs()
         self.fetches = self._fetches()
         self.ties = self._ties()
         self.late = self._late() if self.tied else frozenset()
@@ -108,13 +112,12 @@ class _Timing:
 
     def _fetches(self) -> dict[int, list[Var]]:
         """Issue each fetch as many units ahead as it takes to hide it."""
-        needs = self._needs()
-        into = [_bytes(hosts) / self.clock.rates.host_to_device for hosts in needs]
+        into = [_bytes(hosts) / self.clock.rates.host_to_device for hosts in self.needs]
         units = [_jax.single(self.eqns[index]) for index in self.units]
         compute = [self.clock.seconds(unit) for unit in units]
         distance = 1 if sum(into) >= sum(compute) else MOST_AHEAD
         issued: dict[int, list[Var]] = defaultdict(list)
-        for number, hosts in enumerate(needs):
+        for number, hosts in enumerate(self.needs):
             start, hidden = number, 0.0
             while start > max(0, number - distance) and hidden < into[number]:
                 start -= 1
@@ -167,11 +170,11 @@ class _Timing:
     def _stacked(self) -> list[list[Var]]:
         """What one copy makes and only units fetch, once for each of them."""
         made = {e.outvars[0] for e in self.eqns if _jax.crosses_to_host(e)}
-        for index, eqn in enumerate(self.eqns):
-            fetched = _host_inputs(eqn) if index in self.units else ()
+        for eqn in self.eqns:
+            fetched = _host_inputs(eqn) if _jax.is_shielded(eqn) else ()
             made.difference_update(v for v in eqn.invars if _jax.is_var(v) and v not in fetched)
         made.difference_update(filter(_jax.is_var, _jax.open_jaxpr(self.program).outvars))
-        return [[v for v in hosts if v in made] for hosts in self._needs()]
+        return [[v for v in hosts if v in made] for hosts in self.needs]
 
     def _early(self) -> list[Var]:
         """What is there before the first backward unit, and only read after all units.
@@ -181,10 +184,10 @@ class _Timing:
         if not self.units:
             return []
         last = self.units[-1]
-        made = {v for eqn in self.eqns[: self.units[0]] for v in eqn.outvars}
         read = {v for eqn in self.eqns[: last + 1] for v in eqn.invars if _jax.is_var(v)}
         later = {v for eqn in self.eqns[last + 1 :] for v in eqn.invars if _jax.is_var(v)}
-        return [v for v in made & later - read if not _is_host(v)]
+        made = [v for eqn in self.eqns[: self.units[0]] for v in eqn.outvars]  # in their order
+        return [v for v in made if v in later and v not in read and not _is_host(v)]
 
     def _late(self) -> frozenset[Var]:
         readers: dict[Var, list[Eqn]] = defaultdict(list)
@@ -308,8 +311,11 @@ class _Evaluation:
     def _end(self, value: Var, hosts: Sequence[Var], env: _jax.Env) -> None:
         """End copies to the host by the time that a value is there."""
         stacked = [v for v in hosts if v in self.stacks.slots]
-        env[value] = self.stacks.tie(stacked, env[value])
-        _tie((value, *(v for v in hosts if v not in self.stacks.slots)), env)
+        if stacked:
+            env[value] = self.stacks.tie(stacked, env[value])
+        copied = [v for v in hosts if v not in self.stacks.slots]
+        if copied:
+            _tie((value, *copied), env)
 
     def _write(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
         """A copy to the host goes to its slot; nothing but a fetch reads it."""

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jdelta
+from benchmarks.offload import stack
 from jdelta._hlo import parse
 from jdelta._host import allocated
 
@@ -51,19 +52,10 @@ def test_arrays_of_two_shapes_count_once_each():
         wide = jnp.tanh(x @ jnp.concatenate([w, w], 1))
         return x + jnp.tanh(wide @ jnp.concatenate([w, w]))
 
-    def step(ws, x):
-        def loss(ws):
-            y = x
-            for w in ws:
-                y = unit(w, y)
-            return jnp.mean(y.astype(jnp.float32) ** 2)
-
-        return jax.value_and_grad(loss)(ws)
-
     ws = [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)] * 3
     x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
     pin = {"*": "recompute", "*/tanh*": "offload"}
-    plan = jdelta.plan(step, None, ws, x, target="tpu:v5e:2x2", pin=pin)
+    plan = jdelta.plan(stack(unit), None, ws, x, target="tpu:v5e:2x2", pin=pin)
     away = [r for r in plan.residuals if plan.decisions[r.name] is jdelta.Decision.OFFLOAD]
     assert len({r.shape for r in away}) == 2
     assert plan.host_bytes == sum(r.bytes for r in away)

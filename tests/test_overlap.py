@@ -37,7 +37,7 @@ def module(*entry, before=""):
 
 
 def read(*entry, before="") -> Overlap:
-    return read_overlap(module(*entry, before=before), RATES)
+    return read_overlap(parse(module(*entry, before=before)), RATES)
 
 
 def out(name="out", source="%x"):
@@ -255,7 +255,7 @@ def test_transfers_of_a_loop(noted):
 )
 def test_trips_of_a_loop_are_read_off_its_condition(this, that, trips):
     text = module(*loop(""), before=looping(HALF_WORK)).replace(this, that)
-    assert read_overlap(text, RATES).compute == pytest.approx(trips * 0.5, abs=1e-5)
+    assert read_overlap(parse(text), RATES).compute == pytest.approx(trips * 0.5, abs=1e-5)
 
 
 def test_slices_of_a_loop_without_a_fusion():
@@ -544,7 +544,7 @@ ELSEWHERE = "%row = s32[] get-tuple-element(%state), index=7"
 )
 def test_fetches_in_another_order_than_indexed(index, config, wrong):
     text = module(*loop(NOTED), before=looping(*index, *FETCH, config=config))
-    assert forward_fetches(text) == (["slice"] if wrong else [])
+    assert forward_fetches(parse(text)) == (["slice"] if wrong else [])
 
 
 @pytest.mark.parametrize(("stride", "wrong"), [("8000000", False), ("4000000", True)])
@@ -554,12 +554,12 @@ def test_offsets_are_linear_in_the_trip_not_in_the_counter(stride, wrong):
     )
     config = f'{{"loop_index":"0","byte_offset":"4000000","byte_stride":"{stride}"}}'
     text = module(*loop(noted), before=looping(DIRECT, *FETCH, config=config))
-    assert forward_fetches(text) == (["slice"] if wrong else [])
+    assert forward_fetches(parse(text)) == (["slice"] if wrong else [])
 
 
 def test_slices_of_device_memory_are_no_fetches():
     text = module(*loop(NOTED), before=looping(REVERSED, *FETCH, config=FORWARDS))
-    assert forward_fetches(text.replace(":S(5)", "")) == []
+    assert forward_fetches(parse(text.replace(":S(5)", ""))) == []
 
 
 # Real compilers
@@ -594,7 +594,7 @@ def scanned(target):
 def test_a_compiled_scan(name):
     target = resolve(name)
     text = scanned(target)
-    overlap = read_overlap(text, target.rates)
+    overlap = read_overlap(parse(text), target.rates)
     moved = LAYERS * ROWS * WIDTH * 4
     assert (overlap.bytes_out, overlap.bytes_in) == (moved, moved)
     assert [transfer.trips for transfer in overlap.transfers] == [LAYERS, LAYERS]
@@ -602,4 +602,4 @@ def test_a_compiled_scan(name):
     assert 0 < overlap.hidden < 1
     products = 3 * LAYERS * 2 * ROWS * WIDTH * WIDTH
     assert overlap.compute > products / target.rates.flops("float32")
-    assert (forward_fetches(text) == []) == (target.offload_refusal is None)
+    assert (forward_fetches(parse(text)) == []) == (target.offload_refusal is None)
