@@ -79,7 +79,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     if policy is not None:
         _check_names(policy, {str(op.name) for op, _, _ in walk(graph) if op.name})
         if policy.offloaded and platform in TIMED:
-            traced = _timed(step, traced)
+            traced = _timed(step, traced, least=policy.least)
             graph = graph_of(traced.jaxpr)
 
     def lower() -> jax.stages.Lowered:
@@ -104,9 +104,9 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _timed(step: Step, traced: jax.stages.Traced) -> jax.stages.Traced:
+def _timed(step: Step, traced: jax.stages.Traced, *, least: bool) -> jax.stages.Traced:
     """The same step with its transfers timed."""
-    run = timed(traced.jaxpr, step.target.rates, step.target.platform)
+    run = timed(traced.jaxpr, step.target.rates, step.target.platform, least=least)
     results = jax.tree.structure(traced.out_info)
 
     @functools.wraps(step.fun)

@@ -18,6 +18,7 @@ _LINE = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)")
 _ARRAY = re.compile(r"(?P<dtype>\w+)(?:\[(?P<dims>[^\]]*)\])?(?:\{(?P<layout>[^}]*)\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
+_TILE = re.compile(r"T\(([\d,]+)\)")
 _CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
 _WIDTH = re.compile(r"[a-z]+(\d+)")
 
@@ -41,12 +42,14 @@ class Array:
         dims: Extents.
         order: Axes from the fastest to the slowest varying one; empty when not printed.
         memory: Memory space it lives in.
+        tile: Extents of the tiles it is stored in, of its slowest axis first; empty when it is not.
     """
 
     dtype: str
     dims: tuple[int, ...]
     order: tuple[int, ...] = ()
     memory: int = DEVICE
+    tile: tuple[int, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -61,8 +64,11 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Bytes without the padding of tiled layouts."""
-        return -(-self.elements * self.bits // 8)
+        """Bytes in memory: extents of tiled axes count as multiples of the tile's."""
+        stored = list(self.dims)
+        for axis, tile in zip(self.order, reversed(self.tile), strict=False):
+            stored[axis] = -(-stored[axis] // tile) * tile
+        return -(-math.prod(stored) * self.bits // 8)
 
     @property
     def numpy_dtype(self) -> str:
@@ -253,12 +259,13 @@ def _array(text: str) -> Array:
     if found is None:
         raise ValueError(f"no shape in HLO text: {text[:200]!r}")
     order, _, rest = (found["layout"] or "").partition(":")
-    memory = re.search(r"S\((\d+)\)", rest)
+    memory, tile = re.search(r"S\((\d+)\)", rest), _TILE.search(rest)
     return Array(
         dtype=found["dtype"],
         dims=_numbers(found["dims"]),
         order=_numbers(order),
         memory=int(memory[1]) if memory else DEVICE,
+        tile=_numbers(tile[1]) if tile else (),
     )
 
 

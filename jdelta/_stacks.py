@@ -25,6 +25,10 @@ _PARTS = 2
 """Slots of a value that is alone in its shape: an array of one slot would be no array to XLA."""
 
 
+_ROW, _COLUMN = 128, 32
+"""Elements in a row, and most elements in a column, of the tiles that TPUs store arrays in."""
+
+
 class Stacks:
     """Host arrays, and the slots that values have in them.
 
@@ -50,7 +54,7 @@ class Stacks:
                 continue
             self.slots.update((v, (len(self._arrays), i * parts)) for i, v in enumerate(members))
             slot = (shape[0] // parts, *shape[1:]) if parts > 1 else shape
-            array = jnp.zeros((len(members) * parts, *slot), dtype)
+            array = jnp.zeros((len(members) * parts, *_packed(slot)), dtype)
             self._parts.append(parts)
             self._arrays.append(jax.device_put(array, jax.memory.Space.Host))
 
@@ -58,6 +62,7 @@ class Stacks:
         """Copy the value of ``v`` from the device to its slot."""
         index, slot = self.slots[v]
         for part in jnp.split(value, self._parts[index]) if self._parts[index] > 1 else [value]:
+            part = lax.reshape(part, _packed(part.shape))
             away = jax.device_put(part, jax.memory.Space.Host)[None]
             self._arrays[index] = lax.dynamic_update_slice_in_dim(
                 self._arrays[index], away, slot, axis=0
@@ -85,7 +90,21 @@ class Stacks:
             away = lax.dynamic_index_in_dim(self._arrays[index], self._zero + i, keepdims=False)
             parts.append(jax.device_put(away, jax.memory.Space.Device))
             self.wait(parts[-1:])
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        return lax.reshape(whole, v.aval.shape)
+
+
+def _packed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with its last axes merged, where they would fill a row of tiles by half or less.
+
+    Heads of 64 would be stored, and cross the link, as rows of 128.
+    """
+    row, axis = 1, len(shape)
+    while axis and 2 * row <= _ROW:
+        axis -= 1
+        row *= shape[axis]
+    whole = axis and shape[axis - 1] % _COLUMN == 0  # else tiles cannot be cut into slots
+    return (*shape[:axis], row) if whole else shape
 
 
 def _zero(value: Any) -> Any:

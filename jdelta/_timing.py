@@ -4,10 +4,12 @@ A ``jax.checkpoint`` policy says what is offloaded; XLA then starts copies to th
 fetches as early, as it likes, and may hold more memory than without offload. Here the staged step
 is evaluated once more, and is the same program but for its timing:
 
-- A copy to the host shares a barrier with a value of the forward pass that comes one or more units
-  later, so it runs beside the compute between them, and the buffer is free after it.
+- A copy to the host shares a barrier with a later value of the forward pass, up to some units on,
+  so it runs beside the compute between them, and the buffer is free after it. It starts behind
+  another barrier if the link is busy till then.
 - A fetch shares a barrier with the results of the backward unit some distance ahead of its use,
-  so it runs beside that compute, and no earlier.
+  so it runs beside that compute, and no earlier. The first unit's fetches run beside the head: what
+  the step computes between its forward and its backward units.
 - TPUs undo what such barriers say, so copies go to slots of host arrays there, and a fetch reads
   at an index computed from those results: see ``_stacks.py``.
 - The results of a backward unit share one barrier, so that gradients of weights are not put off
@@ -34,6 +36,7 @@ from jdelta import _jax
 from jdelta._chips import Rates
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop
+from jdelta._primitives import MATMULS
 from jdelta._stacks import Stacks
 
 TIMED = frozenset({"cuda", "tpu"})
@@ -43,23 +46,36 @@ TIED = frozenset({"cuda"})
 """Platforms where copies are tied to other values and forward loops write late: a TPU undoes
 offload behind barriers, and runs copies to the host beside compute by itself."""
 
+IN_FLIGHT = 2
+"""Copies to the host that XLA has under way at a time."""
+
+SLACK = 1.5
+"""Times its own seconds that a copy to the host is given: roofline seconds are not that exact."""
+
+HEAD = -1
+"""Number of the head among the backward units: it comes before the first."""
+
 MOST_AHEAD = 3
 """Units that a transfer may be ahead of its use, or lag behind its producer."""
 
 
-def timed(closed: Jaxpr, rates: Rates, platform: str) -> Callable[..., list[Any]]:
+def timed(
+    closed: Jaxpr, rates: Rates, platform: str, *, least: bool = False
+) -> Callable[..., list[Any]]:
     """The program of a staged step with its transfers timed.
 
     Args:
         closed: The step under a policy, staged.
         rates: Rates of the target: they say how far ahead of its use a fetch has to start.
         platform: Platform of the target.
+        least: Whether the least memory matters more than hiding transfers: then nothing is fetched
+            ahead of its use.
 
     Returns:
         A function of the flat arguments of ``closed`` to its flat results.
     """
     program = _jax.copied_once(_jax.inline(closed))
-    timing = _Timing(program, Clock(rates, platform))
+    timing = _Timing(program, Clock(rates, platform), least)
 
     def run(*args: Any) -> list[Any]:
         return _Evaluation(timing).run(args)
@@ -74,11 +90,18 @@ class _Timing:
     Attributes:
         program: The program, calls inlined; backward units are ``remat`` equations.
         clock: Prices what can hide a transfer.
+        least: Whether nothing is fetched ahead of its use.
         eqns: The program's equations.
         units: Indices of the backward units, in program order.
         needs: Host values that each backward unit is the first to fetch.
-        fetches: From a backward unit (its number) to the host values to fetch when it begins.
+        elapsed: Seconds of compute before each equation up to the first backward unit.
+        head: Where in the head the first backward unit's values are fetched: the index of an
+            equation, and its result that they wait for.
+        fetches: From a backward unit (its number) to the host values to fetch when it begins;
+            `HEAD` stands for the head.
+        written: When the last copy to the host can be done, in seconds of compute.
         ties: From an index to a result of that equation and the host values to tie to it.
+        starts: From an index to a result of that equation and the copies (by index) to start after.
         late: Host stacks that may be written late, since only one loop fetches them, in reverse.
         early: Gradients that are there before the first backward unit.
         stacked: Host values that get slots of host arrays, by backward unit.
@@ -86,11 +109,16 @@ class _Timing:
 
     program: Jaxpr
     clock: Clock
+    least: bool
     eqns: list[Eqn] = field(init=False)
     units: list[int] = field(init=False)
     needs: list[list[Var]] = field(init=False)
+    elapsed: list[float] = field(init=False)
+    head: tuple[int, Var] | None = field(init=False)
     fetches: dict[int, list[Var]] = field(init=False)
+    written: float = field(init=False, default=0.0)
     ties: dict[int, tuple[Var, list[Var]]] = field(init=False)
+    starts: dict[int, tuple[Var, list[int]]] = field(init=False, default_factory=dict)
     late: frozenset[Var] = field(init=False)
     early: list[Var] = field(init=False)
     stacked: list[list[Var]] = field(init=False)
@@ -99,8 +127,10 @@ class _Timing:
         self.eqns = list(_jax.open_jaxpr(self.program).eqns)
         self.units = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
         self.needs = self._needs()
-        self.fetches = self._fetches()
+        self.elapsed = self._elapsed()
         self.ties = self._ties()
+        self.head = self._head() if self.tied and not self.least else None
+        self.fetches = self._fetches()
         self.late = self._late() if self.tied else frozenset()
         self.early = self._early()
         self.stacked = [] if self.tied else self._stacked()
@@ -115,15 +145,34 @@ class _Timing:
         into = [_bytes(hosts) / self.clock.rates.host_to_device for hosts in self.needs]
         units = [_jax.single(self.eqns[index]) for index in self.units]
         compute = [self.clock.seconds(unit) for unit in units]
-        distance = 1 if sum(into) >= sum(compute) else MOST_AHEAD
+        bound_by_link = sum(into) >= sum(compute)
+        distance = 0 if self.least else 1 if bound_by_link else MOST_AHEAD
         issued: dict[int, list[Var]] = defaultdict(list)
         for number, hosts in enumerate(self.needs):
             start, hidden = number, 0.0
             while start > max(0, number - distance) and hidden < into[number]:
                 start -= 1
                 hidden += compute[start]
-            issued[start] += hosts
+            issued[HEAD if number == 0 and self.head else start] += hosts
         return issued
+
+    def _head(self) -> tuple[int, Var] | None:
+        """Where in the head the first fetch starts: an operand of a product, in memory anyway.
+
+        It is the last from which on the head hides the fetch, else the first; in any case one by
+        which all copies to the host can be done.
+        """
+        if not self.units or not self.needs[0]:
+            return None
+        first = self.units[0]
+        products = filter(_is_product, self.eqns[:first])
+        stops = self._path(0, {v for e in products for v in e.invars if _jax.is_var(v)})
+        left = {i: self.elapsed[first] - self.elapsed[i + 1] for i in stops}
+        ended = [i for i in stops if self.elapsed[i + 1] >= self.written]
+        seconds = _bytes(self.needs[0]) / self.clock.rates.host_to_device
+        hiding = [i for i in ended if left[i] >= seconds]
+        index = max(hiding, default=min(ended, default=None))
+        return None if index is None else (index, stops[index])
 
     def _needs(self) -> list[list[Var]]:
         """Host values of each backward unit that no unit before it has fetched.
@@ -136,29 +185,44 @@ class _Timing:
             for before, hosts in itertools.pairwise([[], *needs])
         ]
 
-    def _ties(self) -> dict[int, tuple[Var, list[Var]]]:
-        """Tie each copy to the host to the first later value by which it can be done."""
+    def _elapsed(self) -> list[float]:
         if not self.units:
-            return {}
+            return []
         forward = self.eqns[: self.units[0]]
         made = {v for eqn in forward for v in eqn.outvars}
         ended = [v for index in self.units for v in self.eqns[index].invars if v in made]
         program = _jax.rebuild(self.program, forward, ended, {})
-        clock = list(itertools.accumulate(self.clock.each(program), initial=0.0))
+        return list(itertools.accumulate(self.clock.each(program), initial=0.0))
+
+    def _ties(self) -> dict[int, tuple[Var, list[Var]]]:
+        """Tie each copy to the host to the first later value by which it can be done.
+
+        XLA has few copies in flight: one more would end another as soon as it starts. So it does
+        not start before an earlier one has ended.
+        """
+        if not self.units:
+            return {}
+        forward, clock = self.eqns[: self.units[0]], self.elapsed
         out = [self._seconds_out(eqn) for eqn in forward]
         unit = clock[-1] / len(self.units)
         longest = unit * (1 if sum(out) >= clock[-1] else MOST_AHEAD)
-        stops = self._stops(len(forward))
+        stops, slack = self._stops(), SLACK if self.tied else 1.0
         ties: dict[int, tuple[Var, list[Var]]] = {}
-        link = 0.0
+        ends = [-1] * IN_FLIGHT
         for index, eqn in enumerate(forward):
             if not _jax.crosses_to_host(eqn):
                 continue
-            link = max(link, clock[index]) + out[index]
-            goal = min(link, clock[index] + longest)
+            begin = max(index, ends[-IN_FLIGHT] + 1) if self.tied else index
+            if begin > index:
+                stop = begin - 1
+                self.starts.setdefault(stop, (stops[stop], []))[1].append(index)
+            free = max(self.written, clock[begin])
+            self.written = free + out[index]
+            goal = min(free + slack * out[index], clock[index] + longest)
             for stop in self._after(index, stops):
-                if clock[stop + 1] >= goal:
+                if stop >= begin and clock[stop + 1] >= goal:
                     ties.setdefault(stop, (stops[stop], []))[1].append(eqn.outvars[0])
+                    ends.append(stop)
                     break  # without any, the barrier before the first backward unit ends it
         return ties
 
@@ -203,23 +267,35 @@ class _Timing:
             if v not in results and len(readers[v]) == 1 and fetches_back(readers[v][0], v, eqn)
         )
 
-    def _stops(self, first: int) -> dict[int, Var]:
+    def _stops(self) -> dict[int, Var]:
         """Values of the forward pass that are in memory anyway, and that its end depends on."""
+        forward = self.eqns[: self.units[0]]
+        products = filter(_is_product, forward) if self.tied else ()
         kept = {
             v
-            for index in self.units
-            for v in self.eqns[index].invars
+            for eqn in (*(self.eqns[i] for i in self.units), *products)
+            for v in eqn.invars
             if _jax.is_var(v) and not _jax.on_host(v.aval)
         }
-        kept.update(e.invars[0] for e in self.eqns[:first] if _jax.crosses_to_host(e))
+        kept.update(e.invars[0] for e in forward if _jax.crosses_to_host(e))
+        return self._path(0, kept)
+
+    def _path(self, begin: int, among: set[Var]) -> dict[int, Var]:
+        """Some values that the first backward unit depends on, by the equations that make them.
+
+        Args:
+            begin: Index of the first equation that may make one.
+            among: The values that come in question.
+        """
+        first = self.units[0]
         needed = {v for v in self.eqns[first].invars if _jax.is_var(v)}
-        stops: dict[int, Var] = {}
-        for index in reversed(range(first)):
+        found: dict[int, Var] = {}
+        for index in reversed(range(begin, first)):
             outs = [v for v in self.eqns[index].outvars if v in needed]
             if outs:
                 needed.update(v for v in self.eqns[index].invars if _jax.is_var(v))
-            stops.update((index, v) for v in outs if v in kept)
-        return dict(sorted(stops.items()))
+            found.update((index, v) for v in outs if v in among)
+        return dict(sorted(found.items()))
 
     def _after(self, index: int, stops: Mapping[int, Var]) -> Iterator[int]:
         """The stops that are computed from what equation ``index`` copies."""
@@ -265,11 +341,24 @@ class _Evaluation:
                 instead[index] = functools.partial(self._forward_loop, eqn)
             elif eqn.primitive.name == "scan" and any(map(_is_host, eqn.invars)):
                 instead[index] = functools.partial(self._backward_loop, eqn)
-        after = {
-            index: functools.partial(self._end, value, hosts)
-            for index, (value, hosts) in timing.ties.items()
-        }
+        late = [index for _, copies in timing.starts.values() for index in copies]
+        instead.update((index, lambda _: [None]) for index in late)
+        passed = {*timing.ties, *timing.starts, *(timing.head or ())[:1]}
+        after = {index: functools.partial(self._passed, index) for index in passed}
         return _jax.evaluate_with(timing.program, args, instead, after)
+
+    def _passed(self, index: int, env: _jax.Env) -> None:
+        """What ends and what starts when an equation is done."""
+        timing = self.timing
+        if index in timing.ties:
+            self._end(*timing.ties[index], env)
+        value, copies = timing.starts.get(index, (None, ()))
+        for eqn in (timing.eqns[i] for i in copies):
+            source = eqn.invars[0]
+            env[value], away = lax.optimization_barrier((env[value], env[source]))
+            env[eqn.outvars[0]] = jax.device_put(away, jax.memory.Space.Host)
+        if timing.head and timing.head[0] == index:
+            self._fetch(HEAD, [timing.head[1]], env)
 
     def _forward_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
         values, late = forward_loop(eqn, _jax.read(env, eqn.invars), self.timing.late)
@@ -328,6 +417,10 @@ def _tie(names: Sequence[Var], env: _jax.Env) -> None:
     names = list(dict.fromkeys(names))
     values = lax.optimization_barrier([env[v] for v in names])
     env.update(zip(names, values, strict=True))
+
+
+def _is_product(eqn: Eqn) -> bool:
+    return eqn.primitive.name in MATMULS
 
 
 def _is_host(atom: Any) -> bool:

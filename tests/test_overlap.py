@@ -512,6 +512,22 @@ def test_element_types(dtype, size, name):
     assert name == "token" or jnp.dtype(name).name == name
 
 
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ("bf16[6,32,512,64]{3,2,1,0:T(8,128)(2,1)}", 6 * 32 * 512 * 128 * 2),
+        ("bf16[6,32,512,64]{2,3,1,0:T(8,128)(2,1)S(5)}", 6 * 32 * 512 * 64 * 2),
+        ("f32[5,100]{0,1:T(8,128)}", 104 * 128 * 4),
+        ("f32[300]{0:T(128)}", 384 * 4),
+        ("f32[]{:T(128)}", 4),
+        ("f32[5,100]{1,0}", 2000),
+    ],
+)
+def test_tiles_are_padded(shape, size):
+    text = module(f"%tiled = {shape} parameter(2)")
+    assert parse(text).entry["tiled"].array.bytes == size
+
+
 # The order of fetches
 
 
