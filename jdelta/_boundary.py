@@ -75,7 +75,7 @@ def _entries(graph: Graph, carried: set[int], trips: int, loops: int) -> Iterato
         if isinstance(op.name, RegionName) and op.inputs and not op.backward:
             buffer = base[op.inputs[0]]
             if not op.name.is_input:
-                makers[buffer] = op.name
+                makers.setdefault(buffer, op.name)
             elif buffer in carried or _is_computed(makes.get(buffer), graph):
                 value = graph.values[op.outputs[0]]
                 yield _Entry(op.name, (id(graph), buffer), value, makers.get(buffer), trips, loops)

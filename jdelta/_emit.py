@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdelta import _jax
+from jdelta._automatic import tracing
 from jdelta._errors import PlanMismatchError
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
@@ -32,6 +32,7 @@ class Step:
         donate: Argument numbers whose buffers the results may take.
         target: What it is compiled for.
         aliases: From regions' names while tracing to their names in plans.
+        automatic: Whether its regions are found in the program.
     """
 
     fun: Callable[..., Any]
@@ -39,6 +40,7 @@ class Step:
     donate: tuple[int, ...]
     target: Target
     aliases: Mapping[str, str]
+    automatic: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
 
     @functools.wraps(step.fun)
     def planned(*args: Any) -> Any:
-        with _jax.session_context(Session(policy, step.aliases)):
+        with tracing(Session(policy, step.aliases, automatic=step.automatic)):
             return step.fun(*args)
 
     platform = step.target.platform
@@ -96,7 +98,9 @@ def _fixed_bytes(graph: Graph, step: Step) -> int:
     inputs = sum(graph.values[v].bytes for v in graph.inputs)
     outputs = sum(graph.values[v].bytes for v in graph.outputs if v is not None)
     leaves: list[Any] = jax.tree.leaves([step.args[i] for i in step.donate])
-    donated = sum(x.size * x.dtype.itemsize for x in leaves if not _is_key(x))
+    donated = sum(
+        x.size * x.dtype.itemsize for x in leaves if hasattr(x, "dtype") and not _is_key(x)
+    )
     return inputs + outputs - min(outputs, donated)
 
 

@@ -50,7 +50,8 @@ class Operation:
 
     Attributes:
         primitive: Name of the JAX primitive; ``TRANSFER`` for copies from and to the host.
-        inputs: Indices into ``Graph.values``; literals are left out, but for those of a ``scan``.
+        inputs: Indices into ``Graph.values``; literals are left out, but for those of a ``scan``
+            and of a barrier.
         outputs: Indices into ``Graph.values``.
         params: Parameters of the equation.
         body: Body of a loop, as a graph of its own; None for everything else.
@@ -196,7 +197,7 @@ class _Builder:
         self, eqn: Eqn, env: dict[Var, Any], backward: bool, scope: tuple[str, ...]
     ) -> None:
         inputs = [self.read(env, a) for a in eqn.invars]
-        if eqn.primitive.name == "scan":  # so that they stand beside the inputs of its body
+        if eqn.primitive.name in ("scan", BARRIER):  # each stands beside what it becomes
             inputs = [
                 self.value(a.aval) if v is None else v
                 for v, a in zip(inputs, eqn.invars, strict=True)

@@ -6,9 +6,12 @@ helpers below hide which of the two is in hand, so that no other file needs to k
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -35,6 +38,42 @@ new_var: Callable[[Any], Var] = core.gensym()
 def current_session() -> Any:
     """The object that the innermost ``with session_context(...)`` was entered with, or None."""
     return session_context.value
+
+
+@contextlib.contextmanager
+def differentiating(
+    rewrite: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Generator[None]:
+    """While open, ``jax.grad`` and its like differentiate what ``rewrite`` makes of a function.
+
+    They all call the ``vjp`` of their own module. Other threads see the change too: ``rewrite``
+    has to leave alone what is not traced for a session of its own.
+    """
+    with _rewriting:
+        _rewrites.append(rewrite)
+        _set_vjp(_rewriting_vjp)
+    try:
+        yield
+    finally:
+        with _rewriting:
+            _rewrites.remove(rewrite)
+            if not _rewrites:
+                _set_vjp(_plain_vjp)
+
+
+def _set_vjp(vjp: Callable[..., Any]) -> None:
+    inspect.unwrap(jax.value_and_grad).__globals__["vjp"] = vjp
+    jax.vjp = vjp
+
+
+_plain_vjp: Any = jax.vjp
+_rewrites: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
+_rewriting = threading.Lock()
+
+
+@functools.wraps(_plain_vjp)
+def _rewriting_vjp(fun: Callable[..., Any], *primals: Any, **options: Any) -> Any:
+    return _plain_vjp(_rewrites[-1](fun) if _rewrites else fun, *primals, **options)
 
 
 def stage(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
@@ -200,6 +239,11 @@ def name_equation(source: Var, target: Var, name: str, like: Eqn) -> Eqn:
     return _from_template(_name_equation(), source, target, like, name=name)
 
 
+def renamed(eqn: Eqn, name: str) -> Eqn:
+    """A ``checkpoint_name`` equation with another name."""
+    return eqn.replace(params={**eqn.params, "name": name})
+
+
 @functools.cache
 def _barrier_equation() -> Eqn:
     barrier = jax.make_jaxpr(jax.lax.optimization_barrier)(np.float32(0))
@@ -275,6 +319,36 @@ def single(eqn: Eqn) -> Jaxpr:
     outvars = [v for v in eqn.outvars if is_var(v)]
     names = _name_jaxpr().debug_info.with_unknown_names()
     return core.ClosedJaxpr(core.Jaxpr([], invars, outvars, [eqn], eqn.effects, names), [])
+
+
+def part(closed: Jaxpr, indices: range) -> Jaxpr:
+    """Some equations of a program, in a row; it hands out nothing."""
+    return program_of(open_jaxpr(closed).eqns[indices.start : indices.stop], [])
+
+
+def program_of(eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:
+    """A program of equations, those left out that its results do not depend on.
+
+    Args:
+        eqns: The equations, in order.
+        outvars: The results; without any all equations stay.
+
+    Returns:
+        A closed jaxpr; its inputs are the variables that the equations read but do not make.
+    """
+    kept: list[Eqn] = list(eqns)
+    if outvars:
+        needed, kept = set(outvars), []
+        for eqn in reversed(eqns):
+            if eqn.effects or not needed.isdisjoint(eqn.outvars):
+                kept.append(eqn)
+                needed.update(v for v in eqn.invars if is_var(v))
+        kept.reverse()
+    made = {v for eqn in kept for v in eqn.outvars}
+    read = dict.fromkeys(v for eqn in kept for v in eqn.invars if is_var(v) and v not in made)
+    effects = {effect for eqn in kept for effect in eqn.effects}
+    names = _name_jaxpr().debug_info.with_unknown_names()
+    return core.ClosedJaxpr(core.Jaxpr([], list(read), list(outvars), kept, effects, names), [])
 
 
 def on_host(aval: Any) -> bool:

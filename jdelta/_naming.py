@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdelta import _jax
 from jdelta._jax import Atom, Eqn, Jaxpr, Var
+from jdelta._primitives import VIEWS
 
 _TRANSFORM = re.compile(r"\w+\(([^()]*)\)")
 
@@ -54,9 +55,9 @@ class RegionName(str):
 class _Namer:
     """Hands out names below one region; repeated ones get ``_1``, ``_2``… in program order."""
 
-    def __init__(self, region: str):
+    def __init__(self, region: str, base: str):
         self._region = region
-        self._own = region.rsplit("#", 1)[0].rsplit("/", 1)[-1]
+        self._own = tuple(base.split("/"))
         self._used: Counter[str] = Counter()
 
     def input(self) -> RegionName:
@@ -64,8 +65,11 @@ class _Namer:
         return RegionName(self._region, self._unique("input"), is_input=True)
 
     def __call__(self, path: Sequence[str], last: str, loops: int) -> RegionName:
-        if path and path[0] == self._own:  # a module's scope begins with its own name
-            path = path[1:]
+        # A module's scope begins with its own name, that of a unit found with all of it.
+        for own in (self._own, self._own[-1:]):
+            if tuple(path[: len(own)]) == own:
+                path = path[len(own) :]
+                break
         return RegionName(self._region, self._unique("/".join((*path, last))), loops)
 
     def _unique(self, inner: str) -> str:
@@ -74,18 +78,19 @@ class _Namer:
         return f"{inner}_{repeat}" if repeat else inner
 
 
-def add_names(closed: Jaxpr, tangent: Sequence[bool], region: str) -> Jaxpr:
+def add_names(closed: Jaxpr, tangent: Sequence[bool], region: str, base: str) -> Jaxpr:
     """Name every value of a staged JVP that does not depend on a tangent.
 
     Args:
         closed: The staged JVP of a region.
         tangent: For each input whether it is a tangent.
         region: The region's name, the first part of every name given.
+        base: The name without the number of the call; scopes that begin with it lose it.
 
     Returns:
         A closed jaxpr that computes the same, calls inlined, names inserted.
     """
-    return _Rewrite(closed, tangent, _Namer(region)).result()
+    return _Rewrite(closed, tangent, _Namer(region, base)).result()
 
 
 class _Rewrite:
@@ -112,6 +117,7 @@ class _Rewrite:
         if not loops:
             self._inputs(inner.invars, inner.eqns)
         self._equations(inner.eqns, path)
+        self.eqns = _with_buffers_named(self.eqns)
         self.outvars = [self._now(v) for v in inner.outvars]
 
     def result(self) -> Jaxpr:
@@ -185,9 +191,38 @@ class _Rewrite:
         return rewrite.result(), _scan_outputs(eqn, tangent_in, rewrite.tangent_outputs())
 
 
+def _with_buffers_named(eqns: Sequence[Eqn]) -> list[Eqn]:
+    """Where the user named a view, the buffer it is a view of gets that name, the view the other's.
+
+    A kept view is of no use to what reads the buffer: it would be computed again.
+    """
+    maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    named = list(eqns)
+    for i, eqn in enumerate(eqns):
+        user = _jax.named_value(eqns[i - 1]) if i else None
+        name = _jax.named_value(eqn)
+        if not isinstance(name, RegionName) or user is None or isinstance(user, RegionName):
+            continue
+        buffer = _first_name(eqns, maker, i)
+        other = _jax.named_value(named[buffer])
+        if isinstance(other, RegionName) and not other.is_input:
+            named[buffer] = _jax.renamed(named[buffer], name)
+            named[i] = _jax.renamed(named[i], other)
+    return named
+
+
+def _first_name(eqns: Sequence[Eqn], maker: Mapping[Var, int], index: int) -> int:
+    """Of the equations that name a buffer or a view of it, the first before ``index``."""
+    first, at = index, maker.get(eqns[index].invars[0])
+    while at is not None and eqns[at].primitive.name in VIEWS and _jax.is_var(eqns[at].invars[0]):
+        first = at if isinstance(_jax.named_value(eqns[at]), RegionName) else first
+        at = maker.get(eqns[at].invars[0])
+    return first
+
+
 def _dependent(jaxpr: Jaxpr, tangent: Sequence[bool]) -> list[bool]:
     """Which outputs of a jaxpr depend on the inputs marked in ``tangent``."""
-    return _Rewrite(jaxpr, tangent, _Namer("")).tangent_outputs()
+    return _Rewrite(jaxpr, tangent, _Namer("", "")).tangent_outputs()
 
 
 def _carry_fixpoint(eqn: Eqn, tangent_in: Sequence[bool]) -> list[bool]:

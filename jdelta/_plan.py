@@ -360,7 +360,7 @@ def _compile(
             f"The plan was made for program {plan.fingerprint}, this is {found.fingerprint}: other "
             "code, shapes, dtypes, or versions of JAX and Flax. Plan this program."
         )
-    step = Step(fun, args, donate, target, dict(plan.aliases))
+    step = Step(fun, args, donate, target, dict(plan.aliases), found.automatic)
     emission = emit(step, plan.policy)
     compiled, measurement = measure(emission.lower(), target, emission.options, executable=True)
     if compiled is None or measurement.peak > plan.budget:
@@ -394,7 +394,7 @@ def _plan(
     found = trace(step_fn, *placed)
     priced = with_boundaries(found, where)
     items = items_of(priced, where, _host_capacity(host_budget, where), pin)
-    step = Step(step_fn, placed, donate_argnums, where, found.aliases)
+    step = Step(step_fn, placed, donate_argnums, where, found.aliases, found.automatic)
     search = Search(step, items, found.loops, solver, found.fingerprint)
     result = search.run(bound)
     best = result.best

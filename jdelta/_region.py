@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -42,15 +43,21 @@ class Session:
         aliases: From a region's name while tracing to its name in the plan. Traces that JAX
             throws away (``nn.scan`` makes one) count calls too, so the two may differ.
         called: Names of the regions called so far, while tracing.
+        automatic: Whether the step has no marks, so that its regions are found in the program.
         derivatives: For each differentiated region its JVP with names, and how many of the inputs
             of that are no tangents.
     """
 
     def __init__(
-        self, policy: RegionPolicy | None = None, aliases: Mapping[str, str] | None = None
+        self,
+        policy: RegionPolicy | None = None,
+        aliases: Mapping[str, str] | None = None,
+        *,
+        automatic: bool = False,
     ):
         self.policy = policy
         self.aliases = aliases or {}
+        self.automatic = automatic
         self.called: set[str] = set()
         self.derivatives: dict[str, tuple[Any, int]] = {}
         self._calls: Counter[str] = Counter()
@@ -65,6 +72,21 @@ class Session:
 
 _inside: ContextVar[bool] = ContextVar("_inside", default=False)
 """Whether a region is being traced: one inside another is part of the outer one."""
+
+
+def is_inside() -> bool:
+    """Whether what is being traced is part of a region already."""
+    return _inside.get()
+
+
+@contextlib.contextmanager
+def inside_region() -> Generator[None]:
+    """Trace something that is, or will be, a part of a region."""
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
 
 
 def region(
@@ -101,14 +123,11 @@ def region(
             args, kwargs = jax.tree.unflatten(tree, filled)
             return fun(*args, **kwargs)
 
-        token = _inside.set(True)
-        try:
+        with inside_region():
             closed, out_tree = _jax.stage(call, *arrays)
-        finally:
-            _inside.reset(token)
         staged = _jax.hoist_consts(closed)
         run: Callable[..., Any] = _named(
-            staged, name, session, written=chosen is not None and chosen.writes_bits
+            staged, name, base, session, written=chosen is not None and chosen.writes_bits
         )
         if chosen is not None:
             shield = chosen.prevents_cse(name) if prevent_cse is None else prevent_cse
@@ -120,13 +139,14 @@ def region(
 
 
 def _named(
-    staged: Any, name: str, session: Session | None, *, written: bool
+    staged: Any, name: str, base: str, session: Session | None, *, written: bool
 ) -> Callable[..., list[Any]]:
     """A function that evaluates ``staged``, with a JVP rule that names the residuals.
 
     Args:
         staged: The region.
         name: Its name.
+        base: The name without the number of the call.
         session: What to tell about the derivative.
         written: Whether random bits are written to memory before they are read.
     """
@@ -150,7 +170,7 @@ def _named(
         some = [tangents[i] for i in moving]
         closed, tree = _jax.stage(jvp, list(primals), some)
         tangent = [False] * len(primals) + [True] * len(some)
-        named = add_names(closed, tangent, name)
+        named = add_names(closed, tangent, name, base)
         if session:
             session.derivatives[name] = named, len(primals)
         program = with_written_bits(named) if written else named

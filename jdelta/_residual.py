@@ -83,20 +83,11 @@ class _Analysis:
         return base
 
     def _names(self) -> dict[int, str]:
-        """A name for each computed buffer: the user's if there is one, else the first given."""
+        """A name for each computed buffer: the first one given here."""
         names: dict[int, str] = {}
-        users: set[int] = set()
         for op in self.graph.operations:
-            if op.name is None:
-                continue
-            base = self.base[op.outputs[0]]
-            if not isinstance(op.name, RegionName):
-                users.add(base)
-            elif base in users:
-                names[base] = op.name
-                users.discard(base)
-            else:
-                names.setdefault(base, op.name)
+            if isinstance(op.name, RegionName):
+                names.setdefault(self.base[op.outputs[0]], op.name)
         return names
 
     def _makes_primal(self, op: Operation) -> bool:

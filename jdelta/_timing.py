@@ -190,7 +190,12 @@ class _Timing:
             return []
         forward = self.eqns[: self.units[0]]
         made = {v for eqn in forward for v in eqn.outvars}
-        ended = [v for index in self.units for v in self.eqns[index].invars if v in made]
+        ended = [
+            v
+            for index in self.units
+            for v in self.eqns[index].invars
+            if _jax.is_var(v) and v in made
+        ]
         program = _jax.rebuild(self.program, forward, ended, {})
         return list(itertools.accumulate(self.clock.each(program), initial=0.0))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jdelta import _jax
+from jdelta._automatic import tracing
 from jdelta._errors import TraceError
 from jdelta._graph import Graph, Operation, graph_of
 from jdelta._naming import RegionName
@@ -44,11 +44,13 @@ class Trace:
     Attributes:
         graph: The un-rematerialised step, with the names of its regions' values in it.
         regions: Its regions, in the order of the forward pass.
+        automatic: Whether they were found in the program, since nothing is marked.
         fingerprint: Digest of the program; equal programs have equal ones on every process.
     """
 
     graph: Graph
     regions: tuple[Region, ...]
+    automatic: bool
     fingerprint: str
 
     @property
@@ -67,15 +69,14 @@ class Trace:
 
 
 def trace(step_fn: Callable[..., Any], *args: Any) -> Trace:
-    """Stage a step and find its regions.
+    """Stage a step and find its regions: those that are marked, or its own where none is.
 
     Raises:
-        TraceError: The step has no region, or takes no gradient through one.
+        TraceError: The step takes no gradient, or none through a region.
     """
-    session = Session()
-    with _jax.session_context(session):
-        jaxpr = jax.make_jaxpr(step_fn)(*args)
-    graph = graph_of(jaxpr)
+    session, graph = _staged(step_fn, args, automatic=False)
+    if not session.called:
+        session, graph = _staged(step_fn, args, automatic=True)
     found: dict[str, tuple[int, int]] = {}
     for op, trips, loops in walk(graph):
         if isinstance(op.name, RegionName) and op.name.loops == 0:
@@ -88,7 +89,15 @@ def trace(step_fn: Callable[..., Any], *args: Any) -> Trace:
         Region(names[traced], traced, *_derivative(session, traced), trips, loops)
         for traced, (trips, loops) in found.items()
     )
-    return Trace(graph, regions, _fingerprint(graph))
+    return Trace(graph, regions, session.automatic, _fingerprint(graph))
+
+
+def _staged(
+    step_fn: Callable[..., Any], args: tuple[Any, ...], *, automatic: bool
+) -> tuple[Session, Graph]:
+    session = Session(automatic=automatic)
+    with tracing(session):
+        return session, graph_of(jax.make_jaxpr(step_fn)(*args))
 
 
 def _derivative(session: Session, traced: str) -> tuple[Graph, int]:
@@ -107,9 +116,8 @@ def walk(graph: Graph, trips: int = 1, loops: int = 0) -> Iterator[tuple[Operati
 def _check(session: Session, found: dict[str, Any]) -> None:
     if not session.called:
         raise TraceError(
-            "The step has no region: nothing in it is marked with jdelta.remat. Mark the unit "
-            "that repeats (a transformer block, a residual block): `@jdelta.remat` above its "
-            "module class or function."
+            "The step takes no gradient: nothing in it is marked with jdelta.remat, and it calls "
+            "none of jax.grad, jax.value_and_grad and jax.vjp. Plan the function that does."
         )
     if not found:
         raise TraceError(
@@ -120,12 +128,16 @@ def _check(session: Session, found: dict[str, Any]) -> None:
 
 
 def _plan_names(traced: list[str]) -> dict[str, str]:
-    """Names for plans: the base alone where it is unique, else numbered in program order."""
+    """Names for plans: the base alone where it is unique, else numbered in program order.
+
+    A base that others begin with is numbered too: their values' names would look like its own.
+    """
     calls: dict[str, list[str]] = {}
     for name in traced:
         calls.setdefault(name.rsplit("#", 1)[0], []).append(name)
+    begun = {"/".join(base.split("/")[:n]) for base in calls for n in range(1, base.count("/") + 1)}
     return {
-        name: base if len(group) == 1 else f"{base}_{number}"
+        name: base if len(group) == 1 and base not in begun else f"{base}_{number}"
         for base, group in calls.items()
         for number, name in enumerate(group)
     }

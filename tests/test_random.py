@@ -33,7 +33,7 @@ def barriers(program):
 def written(fun, *args):
     """The staged function, calls inlined and values named as in a region: before and after."""
     staged = jax.make_jaxpr(fun)(*args)
-    program = add_names(staged, [False] * len(args), "unit")
+    program = add_names(staged, [False] * len(args), "unit", "unit")
     return program, with_written_bits(program)
 
 

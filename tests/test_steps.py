@@ -14,15 +14,18 @@ import pytest
 from jax._src.ad_checkpoint import saved_residuals
 
 import jdelta
-from benchmarks.models import build
+from benchmarks.models import build, identity
 from jdelta import Decision, _jax
+from jdelta._automatic import tracing, with_regions
+from jdelta._graph import graph_of
 from jdelta._items import items_of
 from jdelta._policy import Policy
+from jdelta._primitives import MATMULS
 from jdelta._region import Session
 from jdelta._residual import residuals
 from jdelta._solver import Knapsack, Milp
 from jdelta._target import resolve
-from jdelta._trace import trace
+from jdelta._trace import trace, walk
 
 STEPS = {
     "mlp": {"name": "mlp"},
@@ -35,10 +38,10 @@ STEPS = {
 }
 
 
-def planned(case, share):
+def planned(step, share, *args):
     """The step's regions, and decisions that keep `share` of all residual bytes."""
     target = resolve("tpu:v5e:2x2")
-    found = trace(case.step, case.state, case.batch)
+    found = trace(step, *args)
     priced = [r for region in found.regions for r in residuals(region, target)]
     items = items_of(priced, target, 0.0, {})
     capacity = share * sum(item.bytes for item in items.problem.items if item.needed)
@@ -51,7 +54,7 @@ def under(found, decisions, fun):
     policy = Policy.of(decisions, found.loops, "tpu")
 
     def run(*args):
-        with _jax.session_context(Session(policy, found.aliases)):
+        with tracing(Session(policy, found.aliases, automatic=found.automatic)):
             return fun(*args)
 
     return run
@@ -61,11 +64,13 @@ def fast(fun):
     return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
 
 
+@pytest.mark.parametrize("remat", [jdelta.remat, identity], ids=["marked", "found"])
 @pytest.mark.parametrize("step", STEPS)
-def test_loss_and_gradients_equal_the_plain_step(step):
-    marked = build(**STEPS[step], small=True, remat=jdelta.remat)
+def test_loss_and_gradients_equal_the_plain_step(step, remat):
+    marked = build(**STEPS[step], small=True, remat=remat)
     plain = build(**STEPS[step], small=True)
-    found, decisions = planned(marked, 0.4)
+    found, decisions = planned(marked.step, 0.4, marked.state, marked.batch)
+    assert found.automatic == (remat is identity)
     assert {Decision.SAVE, Decision.RECOMPUTE} <= set(decisions.values())
     state, batch = plain.init(0)
     loss, grads = fast(under(found, decisions, marked.grads))(state, batch)
@@ -79,15 +84,20 @@ def test_loss_and_gradients_equal_the_plain_step(step):
         np.testing.assert_allclose(g, e, rtol=1e-5, atol=atol, err_msg=str(path))
 
 
+@pytest.mark.parametrize("remat", [jdelta.remat, identity], ids=["marked", "found"])
 @pytest.mark.parametrize("share", [0.0, 0.4])
 @pytest.mark.parametrize("step", [s for s in STEPS if "scanned" not in s])
-def test_exactly_the_planned_residuals_are_kept(step, share):
-    case = build(**STEPS[step], small=True, remat=jdelta.remat)
-    found, decisions = planned(case, share)
+def test_exactly_the_planned_residuals_are_kept(step, share, remat):
+    case = build(**STEPS[step], small=True, remat=remat)
+    state, batch = case.init(0)
+
+    def loss(params):
+        return case.loss(state._replace(params=params), batch)
+
+    found, decisions = planned(jax.grad(loss), share, state.params)
     saved = {name for name, d in decisions.items() if d is Decision.SAVE}
     assert bool(saved) is (share > 0)
-    state, batch = case.init(0)
-    run = under(found, decisions, lambda params: case.loss(state._replace(params=params), batch))
+    run = under(found, decisions, lambda params: with_regions(loss)(params))
     kept = {
         what.split("'")[1]
         for _, what in saved_residuals(run, state.params)
@@ -95,8 +105,9 @@ def test_exactly_the_planned_residuals_are_kept(step, share):
     }
     outputs = kept - saved  # of a region, and so inputs of what comes after it
     assert saved <= kept
-    regions = Counter(name.split("/")[0] for name in outputs)
-    assert all(count <= 2 for count in regions.values()), regions
+    region = Policy.of(decisions, found.loops, "tpu")._region
+    regions = Counter(map(region, outputs))
+    assert all(count <= 2 for count in regions.values()), (outputs, regions)
 
 
 def loops_of(jaxpr, length):
@@ -114,7 +125,7 @@ def test_exactly_the_planned_residuals_are_stacked_by_a_loop(step):
     case = build(**STEPS[step], small=True, remat=jdelta.remat)
     stacks = {}
     for share in (0.0, 0.4):
-        found, decisions = planned(case, share)
+        found, decisions = planned(case.step, share, case.state, case.batch)
         run = under(found, decisions, case.grads)
         jaxpr = jax.make_jaxpr(run)(case.state, case.batch)
         forward = next(loops_of(jaxpr, found.regions[0].trips))
@@ -129,6 +140,22 @@ def test_exactly_the_planned_residuals_are_stacked_by_a_loop(step):
     assert expected
     assert stacks[0.4] - stacks[0.0] == expected
     assert not stacks[0.0] - stacks[0.4]
+
+
+@pytest.mark.parametrize("remat", [jdelta.remat, identity], ids=["marked", "found"])
+@pytest.mark.parametrize("step", STEPS)
+def test_what_is_kept_is_not_computed_again(step, remat):
+    """No product more than in the plain step; so attention with its own derivative runs once."""
+    case, plain = build(**STEPS[step], small=True, remat=remat), build(**STEPS[step], small=True)
+    args = case.state, case.batch
+    found, decisions = planned(case.step, 1.0, *args)
+    under_plan = jax.make_jaxpr(under(found, decisions, case.step))(*args)
+    assert products(under_plan) == products(jax.make_jaxpr(plain.step)(*args))
+
+
+def products(jaxpr):
+    """How many matrix products a step takes."""
+    return sum(trips for op, trips, _ in walk(graph_of(jaxpr)) if op.primitive in MATMULS)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-base", "resnet50"])

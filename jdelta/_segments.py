@@ -1,0 +1,174 @@
+"""Where a program may be cut into units of recompute: few bytes cross, and little lies between.
+
+Recomputing unit after unit takes what crosses each cut, which is kept, and what the largest unit
+holds while it is computed again. The cuts that are found here make the sum of both small: the
+checkpointing problem of Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost", section
+4) with real sizes, solved exactly over the places where the fewest bytes cross.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from jdelta import _jax
+from jdelta._jax import Eqn, Jaxpr, Var
+from jdelta._primitives import CHEAP, FREE, VIEWS
+
+MOST_CUTS = 384
+"""Places for cuts that are looked at: those where the fewest bytes cross."""
+
+LIMITS = 32
+"""Sizes of units that are tried, up to the whole program's."""
+
+LEAST_UNIT = 1 / 1024
+"""The smallest size that is tried, as a part of the whole program's."""
+
+WORSE = 1.1
+"""Times the least sum that is good enough, if its units are smaller: small ones give a plan more to
+choose from, and where one unit is far larger than the others, theirs hardly matter."""
+
+_Sizes = npt.NDArray[np.float64]
+
+
+def segments(program: Jaxpr, trips: int = 1) -> list[range]:
+    """Cut a program into runs of equations.
+
+    Args:
+        program: A forward pass, calls inlined.
+        trips: How often it runs in a loop: what crosses is kept for each, what lies between once.
+
+    Returns:
+        Ranges of equation indices, in order; together they are all equations.
+    """
+    inner = _jax.open_jaxpr(program)
+    count = len(inner.eqns)
+    held = np.array([0.0, *itertools.accumulate(map(bytes_held, inner.eqns))])
+    if count < 2 or not held[-1]:
+        return [range(count)]
+    lives = list(_lives(inner))
+    places = _places(lives, count)
+    kept = trips * _kept(lives, places)
+    choices = [_best(kept, held[places], limit) for limit in _limits(held)]
+    enough = WORSE * min(choice.bytes for choice in choices)
+    best = next(choice for choice in choices if choice.bytes <= enough)
+    cuts = [places[i] for i in best.cuts]
+    return [range(a, b) for a, b in itertools.pairwise(cuts)]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Cuts and what they cost.
+
+    Attributes:
+        bytes: What is kept at the cuts, and the largest unit.
+        cuts: Indices of the places, the program's ends included.
+    """
+
+    bytes: float
+    cuts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Life:
+    """A value between the equation that makes it and the last that reads it.
+
+    Attributes:
+        made: Index of its equation.
+        read: Index of the last reader.
+        bytes: Its size.
+    """
+
+    made: int
+    read: int
+    bytes: int
+
+
+def _bytes(var: Var) -> int:
+    """Bytes of a value; zero for keys and tokens."""
+    dtype = getattr(var.aval, "dtype", None)
+    return var.aval.size * dtype.itemsize if isinstance(dtype, np.dtype) else 0
+
+
+def bytes_held(eqn: Eqn) -> float:
+    """Bytes that a unit holds for an equation while it is computed again and differentiated."""
+    name = eqn.primitive.name
+    if name in CHEAP or name in VIEWS or name in FREE:
+        return 0.0
+    inside = sum(map(_inside, _jax.subjaxprs(eqn)))
+    return inside * eqn.params.get("length", 1) + sum(map(_bytes, eqn.outvars))
+
+
+def _inside(body: Jaxpr) -> float:
+    return sum(map(bytes_held, _jax.open_jaxpr(body).eqns))
+
+
+def _lives(inner: Jaxpr) -> list[_Life]:
+    made = {v: i for i, eqn in enumerate(inner.eqns) for v in eqn.outvars}
+    read: dict[Var, int] = {}
+    for i, eqn in enumerate(inner.eqns):
+        read.update((v, i) for v in eqn.invars if _jax.is_var(v) and v in made)
+    return [_Life(made[v], i, _bytes(v)) for v, i in read.items() if i > made[v]]
+
+
+def _places(lives: Sequence[_Life], count: int) -> list[int]:
+    """Where to cut at all: in front of an equation that fewer bytes cross than both neighbours."""
+    crossing = np.zeros(count + 1)
+    for life in lives:
+        crossing[life.made + 1] += life.bytes
+        crossing[life.read + 1] -= life.bytes
+    crossing = np.cumsum(crossing)
+    inside = [
+        i
+        for i in range(1, count)
+        if crossing[i] <= crossing[i - 1] and crossing[i] <= crossing[i + 1]
+    ]
+    inside = sorted(inside, key=lambda i: (crossing[i], i))[:MOST_CUTS]
+    return [0, *sorted(inside), count]
+
+
+def _kept(lives: Sequence[_Life], places: Sequence[int]) -> _Sizes:
+    """Bytes that a unit between two places (row, column) makes for what comes after it."""
+    size = len(places)
+    corners = np.zeros((size + 1, size + 1))
+    after = np.searchsorted(places, [life.made for life in lives], side="right")
+    until = np.searchsorted(places, [life.read for life in lives], side="right")
+    for life, first, last in zip(lives, after, until, strict=True):
+        # Units that begin at a place up to its equation, and end at one up to its last reader.
+        corners[0, first] += life.bytes
+        corners[0, last] -= life.bytes
+        corners[first, first] -= life.bytes
+        corners[first, last] += life.bytes
+    return corners.cumsum(0).cumsum(1)[:size, :size]
+
+
+def _limits(held: _Sizes) -> list[float]:
+    whole = float(held[-1])
+    return [float(limit) for limit in np.geomspace(LEAST_UNIT * whole, whole, LIMITS)]
+
+
+def _best(kept: _Sizes, held: _Sizes, limit: float) -> _Choice:
+    """The cuts at which the fewest bytes are kept.
+
+    No unit holds more than ``limit``, but for those without a place to cut them.
+    """
+    size = len(held)
+    least = np.full(size, np.inf)
+    least[0] = 0.0
+    before = np.zeros(size, dtype=int)
+    for end in range(1, size):
+        units = held[end] - held[:end]
+        allowed = units <= limit
+        allowed[-1] = True
+        costs = np.where(allowed, least[:end] + kept[:end, end], np.inf)
+        before[end] = int(costs.argmin())
+        least[end] = costs[before[end]]
+    cuts = [size - 1]
+    while cuts[-1]:
+        cuts.append(int(before[cuts[-1]]))
+    largest = max(held[b] - held[a] for b, a in itertools.pairwise(cuts))
+    return _Choice(float(least[-1] + largest), tuple(reversed(cuts)))

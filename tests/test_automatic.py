@@ -1,0 +1,166 @@
+"""Steps in which nothing is marked: where they are cut, and plans for them in every framework."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdelta
+from jdelta import Decision, _jax
+from jdelta._automatic import tracing
+from jdelta._items import items_of
+from jdelta._policy import Policy
+from jdelta._region import Session
+from jdelta._residual import residuals
+from jdelta._segments import bytes_held, segments
+from jdelta._solver import Knapsack
+from jdelta._target import resolve
+from jdelta._trace import trace
+from tests.frameworks import FORMS, STEPS
+
+# Where a program is cut
+
+
+def chain(widths):
+    """A program of products and tanhs through these widths."""
+
+    def run(x, ws):
+        for w in ws:
+            x = jnp.tanh(x @ w) * 2.0
+        return x
+
+    ws = [jnp.zeros(pair) for pair in itertools.pairwise(widths)]
+    return _jax.inline(jax.make_jaxpr(run)(jnp.zeros((4, widths[0])), ws))
+
+
+def cost(program, cuts):
+    """Bytes kept at the cuts, and those of the largest unit."""
+    eqns = _jax.open_jaxpr(program).eqns
+    kept = 0
+    for begin, end in itertools.pairwise(cuts):
+        made = {v for e in eqns[begin:end] for v in e.outvars}
+        later = {v for e in eqns[end:] for v in e.invars if _jax.is_var(v)}
+        kept += sum(v.aval.size * 4 for v in made & later)
+    return kept, max(sum(map(bytes_held, eqns[a:b])) for a, b in itertools.pairwise(cuts))
+
+
+@pytest.mark.parametrize("widths", [[8, 64, 8, 64, 8], [8, 8, 8, 8], [64, 8, 64, 64, 4, 64]])
+def test_cuts_are_near_the_best(widths):
+    program = chain(widths)
+    count = len(_jax.open_jaxpr(program).eqns)
+    found = segments(program)
+    cuts = [0, *(s.stop for s in found)]
+    assert cuts == sorted(set(cuts))
+    assert cuts[-1] == count
+    inside = range(1, count)
+    choices = (
+        (0, *some, count) for n in range(count) for some in itertools.combinations(inside, n)
+    )
+    best = min(sum(cost(program, some)) for some in choices)
+    assert sum(cost(program, cuts)) <= 1.25 * best
+
+
+def test_a_loop_keeps_what_crosses_for_each_iteration():
+    program = chain([64, 8, 64, 8, 64])
+    assert len(segments(program, trips=1)) > 1
+    assert len(segments(program, trips=1000)) == 1
+
+
+def test_a_program_of_one_equation_is_one_unit():
+    program = _jax.inline(jax.make_jaxpr(jnp.tanh)(jnp.zeros(3)))
+    assert segments(program) == [range(1)]
+
+
+# Frameworks
+
+
+def decided(step, args, share):
+    """What a step's regions are, and its policy under which ``share`` of their bytes is kept."""
+    target = resolve("tpu:v5e:2x2")
+    found = trace(step, *args)
+    priced = [r for region in found.regions for r in residuals(region, target)]
+    items = items_of(priced, target, 0.0, {})
+    room = share * sum(item.bytes for item in items.problem.items if item.needed)
+    solution = Knapsack().solve(dataclasses.replace(items.problem, capacity=room))
+    return found, Policy.of(items.decisions(solution.decisions), found.loops, "tpu")
+
+
+@pytest.mark.parametrize(("framework", "scan"), FORMS)
+def test_results_equal_the_plain_step(framework, scan):
+    step, args = STEPS[framework](64, 32, scan=scan)
+    found, policy = decided(step, args, 0.4)
+    assert found.automatic
+    assert policy.saved
+    assert policy.recomputed
+
+    def planned(*args):
+        with tracing(Session(policy, found.aliases, automatic=True)):
+            return step(*args)
+
+    got, expected = jax.jit(planned)(*args), jax.jit(step)(*args)
+    leaves = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    for a, b in leaves:
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+SLOW = {"U-Net", "Flax Linen", "Haiku"}
+"""Unrolled, these take the TPU's compiler minutes."""
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(("framework", "scan"), [f for f in FORMS if f[1] or f[0] not in SLOW])
+def test_plans_fit(framework, scan):
+    step, args = STEPS[framework](32768, 512, scan=scan)
+    plan = jdelta.plan(step, 0.7, *args, target="tpu:v5e:2x2", donate_argnums=0)
+    assert plan.compiled_peak <= plan.budget < plan.ceiling
+    assert Decision.RECOMPUTE in plan.decisions.values()
+
+
+def test_a_step_of_two_gradients():
+    """Both are planned; what one differentiates inside of the other belongs to that one."""
+
+    def inner(w, x):
+        return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+    def penalised(w, x):
+        return inner(w, x) + jnp.sum(jax.grad(inner, argnums=1)(w, x) ** 2)
+
+    def step(w, x):
+        return jax.grad(penalised)(w, x), jax.grad(inner)(w, x)
+
+    args = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8), jnp.linspace(-2.0, 1.0, 64).reshape(8, 8)
+    found, policy = decided(step, args, 0.5)
+    with tracing(Session(policy, found.aliases, automatic=True)):
+        got = step(*args)
+    for a, b in zip(got, step(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_reverse_mode_is_left_as_it_was():
+    before = jax.vjp
+    with tracing(Session(automatic=True)):
+        assert jax.vjp is not before
+    assert jax.vjp is before
+    assert jax.grad(lambda x: x**2)(3.0) == 6.0
+
+
+def test_integer_and_key_outputs_cross_units():
+    def loss(w, x, key):
+        rows = jnp.argsort(x[:, 0])
+        key, other = jax.random.split(key)
+        h = jnp.tanh(x @ w) * jax.random.normal(key, x.shape)
+        return jnp.sum(jnp.tanh(h[rows] @ w) * jax.random.normal(other, x.shape)), rows
+
+    def step(w, x, key):
+        return jax.value_and_grad(loss, has_aux=True)(w, x, key)
+
+    args = 0.1 * jnp.ones((64, 64)), jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64)
+    args = *args, jax.random.key(1)
+    found, policy = decided(step, args, 0.3)
+    with tracing(Session(policy, found.aliases, automatic=True)):
+        got = jax.jit(step)(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
