@@ -17,6 +17,7 @@ A row that is already in the JSON file is not run again, so an interrupted run r
 """
 
 import itertools
+import statistics
 import time
 from typing import Any
 
@@ -96,16 +97,21 @@ def _cell(r: Row | None) -> str:
     return f"{r['compiled_peak'] >> 20} ({off:+.1%}, {r['overhead'] / r['step_seconds']:.1%})"
 
 
-VERDICT = ("step", "target", "budgets", "plans", "over budget", "slower than below", "use >= 97%")
+VERDICT = (
+    *("step", "target", "budgets", "plans", "over budget", "slower than below", "use >= 97%"),
+    *("error", "compiles"),
+)
 
 
 def verdict(group: list[Row]) -> list[str]:
-    """What a sweep over the budgets of one step shows."""
+    """What a sweep over the budgets of one step shows; error and compiles are medians."""
     plans = sorted((r for r in group if "error" not in r), key=lambda r: r["share"])
     over = sum(r["compiled_peak"] > r["budget"] for r in plans)
     slower = sum(b["overhead"] > a["overhead"] for a, b in itertools.pairwise(plans))
     used = sum(r["compiled_peak"] >= 0.97 * r["budget"] or not r["overhead"] for r in plans)
-    figures = (len(group), len(plans), over, slower, used)
+    error = statistics.median(abs(r["predicted_peak"] / r["compiled_peak"] - 1) for r in plans)
+    compiles = statistics.median(r["compiles"] for r in plans)
+    figures = (len(group), len(plans), over, slower, used, f"{error:.2%}", f"{compiles:g}")
     return [group[0]["step"], group[0]["target"], *map(str, figures)]
 
 

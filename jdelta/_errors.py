@@ -30,4 +30,4 @@ class TargetError(JdeltaError, ValueError):
 
 
 class TraceError(JdeltaError, ValueError):
-    """The step has no gradient, or no region marked with ``jdelta.remat``."""
+    """The step takes no gradient, or none through what is marked with ``jdelta.remat``."""

@@ -1,0 +1,64 @@
+"""What does it cost not to mark anything? Plans of one step at one budget, marked and not.
+
+The budget is a share of the plain step's compiled peak. Overheads are predicted by one cost model
+for all: the traced program under the plan, with the transfers that its schedule exposes, over the
+plain program. Nothing is run on a device.
+
+    python -m benchmarks.unmarked --target cuda:h100 --json benchmarks/results/unmarked.json
+"""
+
+import jdelta
+from benchmarks import programs, record
+from benchmarks.budgets import STEPS, TARGETS
+from benchmarks.models import build, identity
+from benchmarks.record import Row, mib, share
+
+SHARES = (0.8, 0.6, 0.5)
+WAYS = {"marked": jdelta.remat, "found": identity}
+HEADS = ["step", "target", "budget", *(f"{way} {what}" for way in WAYS for what in ("peak", "+"))]
+
+
+def row(step: str, target: str, share: float) -> Row:
+    """Plans one step to a share of the plain step's peak, both ways."""
+    plain = programs.traced(build(**STEPS[step]), target)
+    budget = int(share * plain.measured.peak)
+    plans = {
+        way: programs.plan(build(**STEPS[step], remat=remat), budget, target)[0]
+        for way, remat in WAYS.items()
+    }
+    return {"budget": budget, "plain_seconds": plain.price.seconds, **plans}
+
+
+def cells(r: Row) -> list[str]:
+    """One line of the table; sizes in MiB."""
+    figures: list[str] = []
+    for way in WAYS:
+        plan, plain = r[way], r["plain_seconds"]
+        if "error" in plan:
+            figures += ["below floor", mib(plan["floor"])]
+        else:
+            added = share(plan["price"]["seconds"] - plain, plain)
+            figures += [mib(plan["compiled_peak"]), added]
+    return [r["step"], r["target"], mib(r["budget"]), *figures]
+
+
+def markdown(rows: list[Row]) -> str:
+    """The table as the README shows it."""
+    lines = ["| " + " | ".join(HEADS) + " |", "|" + "---|" * len(HEADS)]
+    return "\n".join([*lines, *("| " + " | ".join(cells(r)) + " |" for r in rows)])
+
+
+def main() -> None:
+    options = record.options(record.parser(__doc__, STEPS, TARGETS), markdown)
+    jobs = [
+        {"step": step, "target": target, "share": share}
+        for target in options.target or TARGETS
+        for step in options.step or STEPS
+        for share in SHARES
+    ]
+    rows = record.run(jobs, row, options.json)
+    record.show("plans of marked and unmarked steps (MiB)", HEADS, map(cells, rows))
+
+
+if __name__ == "__main__":
+    main()
