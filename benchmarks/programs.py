@@ -15,7 +15,7 @@ from jdelta._emit import Step, emit
 from jdelta._graph import Graph, graph_of
 from jdelta._measure import Measurement, measure
 from jdelta._target import Target, resolve
-from jdelta._trace import walk
+from jdelta._trace import trace, walk
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def planned(case: Case, plan: jdelta.Plan) -> Program:
     """The step of a case under a plan that was made for it."""
     where = resolve(plan.target)
     placed = where.abstract((case.state, case.batch))
-    step = Step(case.step, placed, plan.donate_argnums, where, dict(plan.aliases))
+    found = trace(case.step, *placed)
+    step = Step(case.step, placed, plan.donate_argnums, where, dict(plan.aliases), found.automatic)
     emission = emit(step, plan.policy)
     return Program(emission.timeline.graph, emission.lower, where, emission.options)
 

@@ -25,10 +25,13 @@ from benchmarks import (
     savings,
     simulation,
     steps,
+    unmarked,
 )
 from benchmarks.xla import dropout
 
-SCRIPTS = [budgets, device, dropout, hand_policies, max_batch, offload, savings, simulation]
+SCRIPTS = [
+    *(budgets, device, dropout, hand_policies, max_batch, offload, savings, simulation, unmarked)
+]
 STEP = {"step": "tiny", "target": "cpu"}
 
 
@@ -201,6 +204,16 @@ def test_simulation(monkeypatch):
     table = simulation.markdown(rows)
     assert table.count("not run") == 2
     assert "Median of the plans' errors" in table
+
+
+def test_marked_and_unmarked_plans(monkeypatch):
+    monkeypatch.setitem(unmarked.STEPS, "tiny", {"name": "tiny", "scan": True})
+    rows = [{**STEP, "share": share, **unmarked.row(**STEP, share=share)} for share in (0.6, 0.01)]
+    for way in unmarked.WAYS:
+        assert rows[0][way]["compiled_peak"] <= rows[0]["budget"]
+        assert rows[0][way]["price"]["seconds"] > rows[0]["plain_seconds"]
+    table = unmarked.markdown(rows)
+    assert table.count("below floor") == 2
 
 
 def test_every_step_gets_its_savings_and_deltas_also_the_papers():
