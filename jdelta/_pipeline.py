@@ -23,7 +23,7 @@ from jdelta._chips import Rates
 from jdelta._cost import program_seconds
 from jdelta._graph import graph_of
 from jdelta._jax import Eqn, Jaxpr, Var
-from jdelta._primitives import MATMULS
+from jdelta._primitives import LOOPS, MATMULS
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def fetches_back(eqn: Eqn, stack: Var, maker: Eqn) -> bool:
 
 
 def forward_loop(
-    eqn: Eqn, inputs: Sequence[Any], may_be_late: frozenset[Var]
+    eqn: Eqn, inputs: Sequence[Any], may_be_late: frozenset[Var], clock: Clock
 ) -> tuple[list[Any], dict[Var, Late]]:
     """Evaluate a loop that stacks values on the host, one iteration late.
 
@@ -93,6 +93,7 @@ def forward_loop(
         eqn: The ``scan``.
         inputs: Its operands.
         may_be_late: Its results that may be written late.
+        clock: Tells what can hide their copies.
 
     Returns:
         The results of the ``scan``, the first row of a late stack holding nothing; and what is to
@@ -104,11 +105,19 @@ def forward_loop(
         loop.body, loop.n_carry, [v in may_be_late for v in stacks]
     )
     made_empty = [_zeros(v) for v, is_away in zip(loop.stacked(body), away, strict=True) if is_away]
+    begin = _after_loops(body, loop, sum(x.nbytes for x in made_empty), clock)
 
     def step(state: Any, rows: Any) -> Any:
         made_before, values = state
-        hosts = iter([jax.device_put(x, jax.memory.Space.Host) for x in made_before])
-        outputs = _jax.evaluate(body, *loop.consts, *values, *rows)
+        late = list(made_before)
+
+        def wait(env: _jax.Env) -> None:
+            assert begin is not None
+            env[begin[1]], late[:] = lax.optimization_barrier((env[begin[1]], late))
+
+        after = {begin[0]: wait} if begin else {}
+        outputs = _jax.evaluate_with(body, [*loop.consts, *values, *rows], {}, after)
+        hosts = iter([jax.device_put(x, jax.memory.Space.Host) for x in late])
         carry, ys = outputs[: loop.n_carry], outputs[loop.n_carry :]
         made = [y for y, is_away in zip(ys, away, strict=True) if is_away]
         kept = [next(hosts) if is_away else y for y, is_away in zip(ys, away, strict=True)]
@@ -238,6 +247,26 @@ def _stops(body: Jaxpr, loop: _Loop, sizes: Sequence[int], clock: Clock) -> dict
             stops[index] = fitting[0]
             goals.pop(0)
     return stops
+
+
+def _after_loops(body: Jaxpr, loop: _Loop, size: int, clock: Clock) -> tuple[int, Var] | None:
+    """Where copies of an iteration start if the body has loops of its own.
+
+    XLA ends copies before an inner loop begins. So they start after the last one, at an operand of
+    a product, if the compute in front of the first does not hide them, and that is more.
+
+    Returns:
+        The index of an equation and its result that they wait for; None to start at once.
+    """
+    eqns, path = _jax.open_jaxpr(body).eqns, _path(body, loop)
+    loops = [i for i, eqn in enumerate(eqns) if eqn.primitive.name in LOOPS]
+    stops = ((i, v) for i in range(max(loops, default=0), len(eqns)) for v in eqns[i].outvars)
+    begin = next(((i, v) for i, v in stops if v in path), None)
+    if not loops or begin is None:
+        return None
+    seconds = clock.each(body)
+    before, left = sum(seconds[: loops[0]]), sum(seconds[begin[0] + 1 :])
+    return begin if before < min(left, size / clock.rates.device_to_host) else None
 
 
 def _path(body: Jaxpr, loop: _Loop) -> set[Var]:

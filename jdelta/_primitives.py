@@ -3,6 +3,9 @@
 MATMULS = frozenset({"dot_general", "conv_general_dilated"})
 """Run on the matrix unit."""
 
+LOOPS = frozenset({"scan", "while"})
+"""Run a body some number of times."""
+
 VIEWS = frozenset(
     "name reshape squeeze expand_dims stop_gradient copy copy_p reduce_precision transpose"
     " sharding_constraint pvary pcast mesh_cast device_put".split()

@@ -224,11 +224,11 @@ class _Timing:
             free = max(self.written, clock[begin])
             self.written = free + out[index]
             goal = min(free + slack * out[index], clock[index] + longest)
-            for stop in self._after(index, stops):
-                if stop >= begin and clock[stop + 1] >= goal:
-                    ties.setdefault(stop, (stops[stop], []))[1].append(eqn.outvars[0])
-                    ends.append(stop)
-                    break  # without any, the barrier before the first backward unit ends it
+            late = (s for s in self._after(index, stops) if s >= begin and clock[s + 1] >= goal)
+            end = next(late, None)  # without any, the barrier before the first backward unit
+            ends.append(ends[-1] if end is None else end)
+            if end is not None:
+                ties.setdefault(end, (stops[end], []))[1].append(eqn.outvars[0])
         return ties
 
     def _seconds_out(self, eqn: Eqn) -> float:
@@ -366,7 +366,9 @@ class _Evaluation:
             self._fetch(HEAD, [timing.head[1]], env)
 
     def _forward_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
-        values, late = forward_loop(eqn, _jax.read(env, eqn.invars), self.timing.late)
+        values, late = forward_loop(
+            eqn, _jax.read(env, eqn.invars), self.timing.late, self.timing.clock
+        )
         self.late |= late
         return values
 

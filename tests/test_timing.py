@@ -1,5 +1,6 @@
 """Timed transfers: the same numbers, each copy once, and what the compilers make of it."""
 
+import dataclasses
 import fnmatch
 
 import jax
@@ -15,10 +16,11 @@ from benchmarks.offload import layer as stack_layer
 from jdelta import BudgetError, Decision, _jax
 from jdelta._boundary import with_boundaries
 from jdelta._items import items_of
+from jdelta._pipeline import Clock
 from jdelta._policy import Policy
 from jdelta._region import Session
 from jdelta._target import resolve
-from jdelta._timing import timed
+from jdelta._timing import HEAD, IN_FLIGHT, _Timing, timed
 from jdelta._trace import trace
 
 TARGET = resolve("tpu:v5e:2x2")
@@ -110,6 +112,85 @@ def transfers(jaxpr):
 def test_loops_compute_the_same(layers, reverse, platform):
     x = jax.random.normal(jax.random.key(1), (4, 8))
     check(looped(reverse=reverse), (stacked(layers), x), platform)
+
+
+@jdelta.remat
+def three(w, x):  # what is offloaded is made at once
+    h = x @ w
+    a, b, c = jnp.tanh(h), jnp.cos(h), jnp.sin(h)
+    return x + (((a @ w) * b) @ w * c) @ w
+
+
+def with_head(ws, x):
+    def loss(ws):
+        y = x
+        for w in ws[:-1]:
+            y = three(w, y)
+        return jnp.mean((jnp.tanh(y @ ws[-1]) @ ws[-1]) ** 2)
+
+    return jax.value_and_grad(loss)(ws)
+
+
+def timing_of(step, args, away, *, link=1e15, least=False):
+    staged, _ = offloading(step, args, away)
+    check(step, args, "cuda", away)
+    program = _jax.copied_once(_jax.inline(staged))
+    rates = dataclasses.replace(TARGET.rates, device_to_host=link, host_to_device=link)
+    return _Timing(program, Clock(rates, "cuda"), least)
+
+
+def test_a_third_copy_waits_for_the_first():
+    args = list(stacked(5)), jax.random.normal(jax.random.key(1), (4, 8))
+    timing = timing_of(with_head, args, ("*/tanh", "*/cos", "*/sin"))
+    copies = [i for i, eqn in enumerate(timing.eqns) if _jax.crosses_to_host(eqn)]
+    ends = {
+        v: index for index, (_, hosts) in timing.ties.items() for v in hosts
+    }  # by what is copied
+    begins = {copy: index for index, (_, late) in timing.starts.items() for copy in late}
+    assert len(copies) == 12
+    assert begins
+    for before, copy in zip(copies, copies[IN_FLIGHT:], strict=False):
+        ended = ends.get(timing.eqns[before].outvars[0])
+        if copy in begins and ended is not None:
+            assert begins[copy] >= ended
+
+
+def test_the_first_fetch_is_beside_the_head_unless_the_least_memory_is_wanted():
+    args = list(stacked(3)), jax.random.normal(jax.random.key(1), (4, 8))
+    timing = timing_of(with_head, args, ("*/tanh",))
+    assert timing.head is not None
+    last_copy = max(i for i, eqn in enumerate(timing.eqns) if _jax.crosses_to_host(eqn))
+    assert last_copy < timing.head[0] < timing.units[0]
+    assert timing.fetches[HEAD] == timing.needs[0] != []
+    least = timing_of(with_head, args, ("*/tanh",), least=True)
+    assert least.head is None
+    assert all(least.fetches[n] == needs for n, needs in enumerate(least.needs))
+
+
+def after_a_loop(products):
+    """A unit with a loop inside, and so many products after it."""
+
+    @jdelta.remat
+    def unit(w, x):
+        h = jnp.cos(x)
+        y, _ = jax.lax.scan(lambda y, _: (jnp.tanh(y + h), None), h @ w, length=3)
+        for _ in range(products):
+            y = jnp.sin(y @ w)
+        return x + y
+
+    return unit
+
+
+@pytest.mark.parametrize(("products", "waiting"), [(6, 1), (0, 0)])
+def test_copies_start_after_the_loops_of_an_iteration(products, waiting):
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    step = looped(unit=after_a_loop(products))
+    jaxpr, _ = check(step, (stacked(4), x), "cuda", away=("*/cos",))
+    forward = next(e for e in _jax.open_jaxpr(jaxpr).eqns if e.primitive.name == "scan")
+    names = [e.primitive.name for e in _jax.open_jaxpr(forward.params["jaxpr"]).eqns]
+    assert names.count("optimization_barrier") == waiting
+    if waiting:
+        assert names.index("scan") < names.index("optimization_barrier")
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
