@@ -69,10 +69,11 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     Raises:
         PlanMismatchError: The step does not contain all the names that the policy decides about.
     """
+    automatic = step.automatic and policy is not None  # else it is the user's own program
 
     @functools.wraps(step.fun)
     def planned(*args: Any) -> Any:
-        with tracing(Session(policy, step.aliases, automatic=step.automatic)):
+        with tracing(Session(policy, step.aliases, automatic=automatic)):
             return step.fun(*args)
 
     platform = step.target.platform

@@ -11,6 +11,7 @@ import pytest
 import jdelta
 from jdelta import Decision, _jax
 from jdelta._automatic import tracing
+from jdelta._emit import Step, emit
 from jdelta._items import items_of
 from jdelta._policy import Policy
 from jdelta._region import Session
@@ -117,6 +118,23 @@ def test_plans_fit(framework, scan):
     plan = jdelta.plan(step, 0.7, *args, target="tpu:v5e:2x2", donate_argnums=0)
     assert plan.compiled_peak <= plan.budget < plan.ceiling
     assert Decision.RECOMPUTE in plan.decisions.values()
+
+
+def test_a_plain_step_that_fits_is_left_as_it_is():
+    step, args = STEPS["plain JAX"](64, 32, scan=True)
+    assert jdelta.plan(step, 1.0, *args).policy is None
+    plain = emit(Step(step, args, (), resolve("cpu", args), {}, automatic=True), None)
+    assert plain.lower().as_text() == jax.jit(step).lower(*args).as_text()
+
+
+def test_plans_are_files_too(tmp_path):
+    step, args = STEPS["plain JAX"](2048, 64, scan=True)
+    plan = jdelta.plan(step, 0.8, *args)
+    assert plan.policy is not None
+    plan.save(str(tmp_path / "plan.json"))
+    loaded = jdelta.load(str(tmp_path / "plan.json"))
+    for a, b in zip(*map(jax.tree.leaves, (loaded.jit(step)(*args), step(*args))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_of_two_gradients():
