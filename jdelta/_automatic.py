@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
+import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -74,33 +74,31 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
     inner = _jax.open_jaxpr(program)
     env: _jax.Env = dict(zip(inner.constvars, _jax.consts_of(program), strict=True))
     env.update(zip(inner.invars, args, strict=True))
-    units = list(_units(inner.eqns, program, trips))
-    held = [sum(map(bytes_held, inner.eqns[unit.start : unit.stop])) for unit in units]
-    for unit, size in zip(units, held, strict=True):
-        eqns = inner.eqns[unit.start : unit.stop]
-        if len(eqns) == 1 and eqns[0].primitive.name == "scan" and size > LOOP_SHARE * sum(held):
+    units = list(_units(program, trips))
+    held = [sum(map(bytes_held, eqns)) for eqns, _ in units]
+    done = 0
+    for (eqns, is_loop), size in zip(units, held, strict=True):
+        done += len(eqns)
+        if is_loop:
             env.update(zip(eqns[0].outvars, _loop(eqns[0], env), strict=True))
         else:
-            later = _read_later(inner, unit.stop)
-            _unit(eqns, later, env, marked=size > SMALL * max(held))
+            _unit(eqns, _read_later(inner, done), env, marked=size > SMALL * max(held))
     return _jax.read(env, inner.outvars)
 
 
-def _units(eqns: Sequence[Eqn], program: Jaxpr, trips: int) -> Iterator[range]:
-    """Segments of a program; a large loop is one by itself."""
-    whole = sum(map(bytes_held, eqns))
-    loops = [
-        i
-        for i, eqn in enumerate(eqns)
-        if eqn.primitive.name == "scan" and bytes_held(eqn) > LOOP_SHARE * whole
-    ]
+def _units(program: Jaxpr, trips: int) -> Iterator[tuple[Sequence[Eqn], bool]]:
+    """The equations of each unit in order, and whether it is a large loop."""
+    eqns = _jax.open_jaxpr(program).eqns
+    large = LOOP_SHARE * sum(map(bytes_held, eqns))
     begin = 0
-    for end in (*loops, len(eqns)):
-        part = _jax.part(program, range(begin, end))
-        yield from (range(begin + s.start, begin + s.stop) for s in segments(part, trips) if s)
-        if end < len(eqns):
-            yield range(end, end + 1)
-        begin = end + 1
+    for end, eqn in enumerate([*eqns, None]):
+        is_loop = eqn is not None and eqn.primitive.name == "scan" and bytes_held(eqn) > large
+        if is_loop or eqn is None:
+            for s in segments(_jax.part(program, range(begin, end)), trips):
+                yield eqns[begin + s.start : begin + s.stop], False
+            begin = end + 1
+        if is_loop:
+            yield [eqn], True
 
 
 def _read_later(inner: Jaxpr, stop: int) -> set[Var]:
@@ -114,19 +112,18 @@ def _unit(eqns: Sequence[Eqn], later: set[Var], env: _jax.Env, *, marked: bool) 
     What leaves a region is differentiable: integers and keys are computed beside it.
     """
     out = [v for eqn in eqns for v in eqn.outvars if _jax.is_var(v) and v in later]
-    moving = [v for v in out if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-    others = [v for v in out if v not in set(moving)]
-    if marked and moving:
+    moving = [v for v in out if marked and jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    if moving:
         program = _jax.program_of(eqns, moving)
         run = region(functools.partial(_jax.evaluate, program), _scope(eqns))
-        env.update(zip(moving, run(*_jax.read(env, program.jaxpr.invars)), strict=True))
-    else:
-        others = out
-    program = _jax.program_of(eqns, others)
-    inputs = _jax.read(env, program.jaxpr.invars)
-    if moving is not others and marked:
-        inputs = [lax.stop_gradient(x) for x in inputs]
-    env.update(zip(others, _jax.evaluate(program, *inputs), strict=True))
+        inputs = _jax.read(env, _jax.open_jaxpr(program).invars)
+        env.update(zip(moving, run(*inputs), strict=True))
+        out = [v for v in out if v not in env]
+    if out or not moving:
+        program = _jax.program_of(eqns, out)
+        inputs = _jax.read(env, _jax.open_jaxpr(program).invars)
+        inputs = [lax.stop_gradient(x) for x in inputs] if marked else inputs
+        env.update(zip(out, _jax.evaluate(program, *inputs), strict=True))
 
 
 def _loop(eqn: Eqn, env: _jax.Env) -> list[Any]:
@@ -150,15 +147,8 @@ def _scope(eqns: Sequence[Eqn]) -> str:
     """The module that a unit is in, by the scopes of its products; else ``unit``."""
     products = [eqn for eqn in eqns if eqn.primitive.name in MATMULS]
     paths = [scope_path(_jax.name_stack(eqn)) for eqn in products or eqns]
-    shared = math.inf
+    shared = len(paths[0])
     for path in paths:
-        same = (a == b for a, b in zip(path, paths[0], strict=False))
-        shared = min(shared, sum(1 for _ in _while_true(same)))
-    return "/".join(paths[0][: int(shared)]) or "unit"
-
-
-def _while_true(marks: Iterator[bool]) -> Iterator[bool]:
-    for mark in marks:
-        if not mark:
-            return
-        yield mark
+        same = itertools.takewhile(bool, (a == b for a, b in zip(path, paths[0], strict=False)))
+        shared = min(shared, sum(same))
+    return "/".join(paths[0][:shared]) or "unit"
