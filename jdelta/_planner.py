@@ -179,12 +179,16 @@ class Search:
         return floor
 
     def _deep_floor(self, floor: Candidate) -> Candidate:
-        """The least peak with what enters the units on the host too, nothing spent on overlap."""
+        """The least peak with what enters the units on the host too, nothing spent on overlap.
+
+        Larger plans, in which transfers are timed again, may put it there as well.
+        """
         near, self.items, self.least = self.items, self.items.with_boundaries(), True
         deep = self._compile(self._floor())
+        self.least = False
         if not self._offload_failed(deep) and deep.peak < floor.peak:
             return deep
-        self.items, self.least = near, False
+        self.items = near
         return floor
 
     def _improve(self, bound: int) -> tuple[Candidate, Candidate]:
