@@ -72,19 +72,16 @@ def cells(r: Row) -> list[str]:
 
 def markdown(rows: list[Row]) -> str:
     """The rows as the README shows them: sizes in MiB, one line a step and target."""
-    lines = [
-        "| step | target | plain | floor | " + " | ".join(f"{s:.0%}" for s in SHARES) + " |",
-        "|---|---|---|---|" + "---|" * len(SHARES),
-    ]
+    lines: list[list[str]] = []
     for (step, target), found in record.grouped(rows).items():
         group = {r["share"]: r for r in found}
         plain = found[0]["plain"]
         compiled = [r["floor"] for r in group.values() if "floor" not in r.get("estimates", ())]
         floor = str(min(compiled) >> 20) if compiled else "not compiled"
         cells = [_cell(group.get(share)) for share in SHARES]
-        head = f"| {step} | {target} | {plain >> 20} | {floor} | "
-        lines.append(head + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([step, target, str(plain >> 20), floor, *cells])
+    heads = ["step", "target", "plain", "floor", *(f"{s:.0%}" for s in SHARES)]
+    return record.table(heads, lines)
 
 
 def _cell(r: Row | None) -> str:
@@ -120,12 +117,8 @@ def main() -> None:
     parser.add_argument("--share", action="append", type=float, help="default: 0.8 0.6 0.5 0.4")
     parser.add_argument("--sweep", action="store_true", help="20 budgets from 5 to 100 %%")
     options = record.options(parser, markdown)
-    jobs = [
-        {"step": step, "target": target, "share": share}
-        for target in options.target or TARGETS
-        for step in options.step or STEPS
-        for share in options.share or (SWEEP if options.sweep else SHARES)
-    ]
+    shares = options.share or (SWEEP if options.sweep else SHARES)
+    jobs = record.jobs(options.target or TARGETS, options.step or STEPS, share=shares)
     rows = record.run(jobs, row, options.json)
     record.show("compiled peak against budget (MiB per device)", HEADS, map(cells, rows))
     if options.sweep:

@@ -62,12 +62,11 @@ def main() -> None:
         "--policy", action="append", choices=policies.POLICIES, metavar="NAME", help="default: all"
     )
     options = parser.parse_args()
-    jobs = [
-        {"step": step, "target": target, "policy": policy}
-        for target in options.target or steps.TARGETS
-        for step in options.step or steps.STEPS
-        for policy in options.policy or policies.POLICIES
-    ]
+    jobs = record.jobs(
+        options.target or steps.TARGETS,
+        options.step or steps.STEPS,
+        policy=options.policy or policies.POLICIES,
+    )
     rows = record.run(jobs, row, options.json)
     record.show(
         "hand policies, and plans for their peaks (MiB, % of the step)", HEADS, map(cells, rows)

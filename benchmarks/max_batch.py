@@ -133,12 +133,12 @@ def main() -> None:
     parser.add_argument("--memory", help="such as 16GiB; default: what the target has")
     parser.add_argument("--method", action="append", choices=METHODS, help="default: all")
     options = parser.parse_args()
-    jobs = [
-        {"step": step, "target": target, "method": method, "memory": options.memory}
-        for target in options.target or TARGETS
-        for step in options.step or STEPS
-        for method in options.method or METHODS
-    ]
+    jobs = record.jobs(
+        options.target or TARGETS,
+        options.step or STEPS,
+        method=options.method or METHODS,
+        memory=[options.memory],
+    )
     rows = record.run(jobs, row, options.json)
     heads = ["step", "target", "memory", "method", "batch", "over plain", "added"]
     record.show("largest batch", heads, (cells(r, rows) for r in rows))

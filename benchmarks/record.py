@@ -6,6 +6,7 @@ written after each, so a run that was interrupted, or that covered a part, goes 
 
 import argparse
 import functools
+import itertools
 import json
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
@@ -93,6 +94,23 @@ def options(
         print(markdown(load(given.json)))
         made.exit()
     return given
+
+
+def jobs(
+    targets: Iterable[str], steps: Iterable[str], **others: Iterable[Any]
+) -> list[dict[str, Any]]:
+    """One job for each target, each step and each choice of the other arguments."""
+    return [
+        {"step": step, "target": target, **dict(zip(others, chosen, strict=True))}
+        for target, step, *chosen in itertools.product(targets, steps, *others.values())
+    ]
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    lines = [list(heads), *map(list, rows)]
+    head, *rest = ("| " + " | ".join(cells) + " |" for cells in lines)
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *rest])
 
 
 def grouped(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:

@@ -9,7 +9,6 @@ offloaded), simulated and compiled.
 import dataclasses
 import functools
 import statistics
-from typing import Any
 
 import jdelta
 from benchmarks import record
@@ -74,27 +73,20 @@ def percent(r: Row) -> str:
 
 def markdown(rows: list[Row]) -> str:
     """The errors as the docs show them: one line a step and target."""
-    lines = [
-        "| step | target | plain | " + " | ".join(f"{k:.0%} kept" for k in KEPT[1:]) + " |",
-        "|---|---|" + "---|" * len(KEPT),
-    ]
+    lines: list[list[str]] = []
     for (step, target), found in record.grouped(rows).items():
         group = {r["kept"]: r for r in found}
-        figures = " | ".join(percent(group[k]) if k in group else "not run" for k in KEPT)
-        lines.append(f"| {step} | {target} | {figures} |")
+        figures = (percent(group[k]) if k in group else "not run" for k in KEPT)
+        lines.append([step, target, *figures])
     planned = [abs(error(r)) for r in rows if r["kept"] is not None]
-    lines.append(f"\nMedian of the plans' errors: {statistics.median(planned):.1%}")
-    return "\n".join(lines)
+    heads = ["step", "target", "plain", *(f"{k:.0%} kept" for k in KEPT[1:])]
+    median = f"Median of the plans' errors: {statistics.median(planned):.1%}"
+    return f"{record.table(heads, lines)}\n\n{median}"
 
 
 def main() -> None:
     options = record.options(record.parser(__doc__, STEPS, TARGETS), markdown)
-    jobs: list[dict[str, Any]] = [
-        {"step": step, "target": target, "kept": kept}
-        for target in options.target or TARGETS
-        for step in options.step or STEPS
-        for kept in KEPT
-    ]
+    jobs = record.jobs(options.target or TARGETS, options.step or STEPS, kept=KEPT)
     rows = record.run(jobs, row, options.json)
     record.show("simulated and compiled peak (MiB)", HEADS, map(cells, rows))
 

@@ -43,19 +43,13 @@ def cells(r: Row) -> list[str]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table as the README shows it."""
-    lines = ["| " + " | ".join(HEADS) + " |", "|" + "---|" * len(HEADS)]
-    return "\n".join([*lines, *("| " + " | ".join(cells(r)) + " |" for r in rows)])
+    """The rows as the docs show them."""
+    return record.table(HEADS, map(cells, rows))
 
 
 def main() -> None:
     options = record.options(record.parser(__doc__, STEPS, TARGETS), markdown)
-    jobs = [
-        {"step": step, "target": target, "share": share}
-        for target in options.target or TARGETS
-        for step in options.step or STEPS
-        for share in SHARES
-    ]
+    jobs = record.jobs(options.target or TARGETS, options.step or STEPS, share=SHARES)
     rows = record.run(jobs, row, options.json)
     record.show("plans of marked and unmarked steps (MiB)", HEADS, map(cells, rows))
 

@@ -74,7 +74,7 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
     inner = _jax.open_jaxpr(program)
     env: _jax.Env = dict(zip(inner.constvars, _jax.consts_of(program), strict=True))
     env.update(zip(inner.invars, args, strict=True))
-    units = list(_units(program, trips))
+    units = list(_units(inner.eqns, trips))
     held = [sum(map(bytes_held, eqns)) for eqns, _ in units]
     done = 0
     for (eqns, is_loop), size in zip(units, held, strict=True):
@@ -86,15 +86,14 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
     return _jax.read(env, inner.outvars)
 
 
-def _units(program: Jaxpr, trips: int) -> Iterator[tuple[Sequence[Eqn], bool]]:
+def _units(eqns: Sequence[Eqn], trips: int) -> Iterator[tuple[Sequence[Eqn], bool]]:
     """The equations of each unit in order, and whether it is a large loop."""
-    eqns = _jax.open_jaxpr(program).eqns
     large = LOOP_SHARE * sum(map(bytes_held, eqns))
     begin = 0
     for end, eqn in enumerate([*eqns, None]):
         is_loop = eqn is not None and eqn.primitive.name == "scan" and bytes_held(eqn) > large
         if is_loop or eqn is None:
-            for s in segments(_jax.part(program, range(begin, end)), trips):
+            for s in segments(eqns[begin:end], trips):
                 yield eqns[begin + s.start : begin + s.stop], False
             begin = end + 1
         if is_loop:

@@ -73,7 +73,9 @@ _rewriting = threading.Lock()
 
 @functools.wraps(_plain_vjp)
 def _rewriting_vjp(fun: Callable[..., Any], *primals: Any, **options: Any) -> Any:
-    return _plain_vjp(_rewrites[-1](fun) if _rewrites else fun, *primals, **options)
+    for rewrite in _rewrites[-1:]:  # another thread may be taking it out
+        fun = rewrite(fun)
+    return _plain_vjp(fun, *primals, **options)
 
 
 def stage(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
@@ -102,6 +104,12 @@ def is_symbolic_zero(tangent: Any) -> bool:
 def is_var(atom: Atom) -> bool:
     """Whether an atom is a variable that something reads or writes, not a literal."""
     return not isinstance(atom, (core.Literal, core.DropVar))
+
+
+def bytes_of(var: Var) -> int:
+    """Bytes of a value; zero for keys and tokens."""
+    dtype = getattr(var.aval, "dtype", None)
+    return var.aval.size * dtype.itemsize if isinstance(dtype, np.dtype) else 0
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
@@ -315,15 +323,7 @@ def inline(closed: Jaxpr) -> Jaxpr:
 
 def single(eqn: Eqn) -> Jaxpr:
     """A program of one equation: its inputs are the equation's variables, each once."""
-    invars = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
-    outvars = [v for v in eqn.outvars if is_var(v)]
-    names = _name_jaxpr().debug_info.with_unknown_names()
-    return core.ClosedJaxpr(core.Jaxpr([], invars, outvars, [eqn], eqn.effects, names), [])
-
-
-def part(closed: Jaxpr, indices: range) -> Jaxpr:
-    """Some equations of a program, in a row; it hands out nothing."""
-    return program_of(open_jaxpr(closed).eqns[indices.start : indices.stop], [])
+    return program_of([eqn], [v for v in eqn.outvars if is_var(v)])
 
 
 def program_of(eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:

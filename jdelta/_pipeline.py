@@ -150,7 +150,7 @@ def backward_loop(
     stacks = [x for x, is_away in zip(loop.xs, away, strict=True) if is_away]
     near = [x for x, is_away in zip(loop.xs, away, strict=True) if not is_away]
     first = loop.length - 1 if loop.reverse else 0
-    stops = _stops(body, loop, [x.aval.size * x.aval.dtype.itemsize for x in names], clock)
+    stops = _stops(body, loop, [_jax.bytes_of(x) for x in names], clock)
 
     def fetch(stack: Any, name: Var, row: Any) -> Any:
         row = row + late[name].shift if name in late else row

@@ -131,7 +131,6 @@ class Search:
         key = (fingerprint, step.target.name, step.donate, items.problem, pins)
         self._known = _known.setdefault(key, {})
         self.compiles = 0
-        self.least = False
         self._errors: dict[int, int] = {}
         self._emitted: dict[Policy | None, Emission] = {}
 
@@ -160,10 +159,11 @@ class Search:
             self.compiles,
         )
 
-    def _floor(self) -> Candidate:
-        """Everything recomputed, not compiled."""
+    def _floor(self, *, least: bool = False) -> Candidate:
+        """Everything recomputed, not compiled; with ``least``, nothing spent on overlap."""
         recompute = [Decision.RECOMPUTE] * len(self.items.problem.items)
-        return self._candidate(recompute, Outcome.HEURISTIC)
+        decisions = self.items.decisions(recompute)
+        return self._priced(decisions, Outcome.HEURISTIC, self._policy(decisions, least=least))
 
     def _compiled_floor(self, bound: int) -> Candidate:
         """The plan with the least peak; if need be what enters the units is on the host too.
@@ -183,9 +183,8 @@ class Search:
 
         Larger plans, in which transfers are timed again, may put it there as well.
         """
-        near, self.items, self.least = self.items, self.items.with_boundaries(), True
-        deep = self._compile(self._floor())
-        self.least = False
+        near, self.items = self.items, self.items.with_boundaries()
+        deep = self._compile(self._floor(least=True))
         if not self._offload_failed(deep) and deep.peak < floor.peak:
             return deep
         self.items = near
@@ -276,13 +275,16 @@ class Search:
         return self._candidate(solution.decisions, solution.outcome)
 
     def _candidate(self, chosen: Sequence[Decision], outcome: Outcome) -> Candidate:
-        return self._priced(self.items.decisions(chosen), outcome)
+        decisions = self.items.decisions(chosen)
+        return self._priced(decisions, outcome, self._policy(decisions))
+
+    def _policy(self, decisions: Mapping[str, Decision], *, least: bool = False) -> Policy:
+        names, platform = self.items.policy_decisions(decisions), self.step.target.platform
+        return Policy.of(names, self.regions, platform, least=least)
 
     def _priced(
-        self, decisions: Mapping[str, Decision], outcome: Outcome, policy: Policy | None = None
+        self, decisions: Mapping[str, Decision], outcome: Outcome, policy: Policy
     ) -> Candidate:
-        names, platform = self.items.policy_decisions(decisions), self.step.target.platform
-        policy = policy or Policy.of(names, self.regions, platform, least=self.least)
         emission = self._emit(policy)
         overhead = self.items.overhead(decisions)
         return Candidate(decisions, overhead, emission, self._predict(emission), outcome)

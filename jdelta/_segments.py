@@ -35,25 +35,25 @@ choose from, and where one unit is far larger than the others, theirs hardly mat
 _Sizes = npt.NDArray[np.float64]
 
 
-def segments(program: Jaxpr, trips: int = 1) -> list[range]:
+def segments(eqns: Sequence[Eqn], trips: int = 1) -> list[range]:
     """Cut a program into runs of equations.
 
     Args:
-        program: A forward pass, calls inlined.
+        eqns: The equations of a forward pass, calls inlined.
         trips: How often it runs in a loop: what crosses is kept for each, what lies between once.
 
     Returns:
         Ranges of equation indices, in order; together they are all equations.
     """
-    inner = _jax.open_jaxpr(program)
-    count = len(inner.eqns)
-    held = np.array([0.0, *itertools.accumulate(map(bytes_held, inner.eqns))])
+    count = len(eqns)
+    held = np.array([0.0, *itertools.accumulate(map(bytes_held, eqns))])
     if count < 2 or not held[-1]:
         return [range(count)]
-    lives = list(_lives(inner))
+    lives = _lives(eqns)
     places = _places(lives, count)
     kept = trips * _kept(lives, places)
-    choices = [_best(kept, held[places], limit) for limit in _limits(held)]
+    limits = np.geomspace(LEAST_UNIT * held[-1], held[-1], LIMITS)
+    choices = [_best(kept, held[places], limit) for limit in limits]
     enough = WORSE * min(choice.bytes for choice in choices)
     best = next(choice for choice in choices if choice.bytes <= enough)
     cuts = [places[i] for i in best.cuts]
@@ -88,31 +88,25 @@ class _Life:
     bytes: int
 
 
-def _bytes(var: Var) -> int:
-    """Bytes of a value; zero for keys and tokens."""
-    dtype = getattr(var.aval, "dtype", None)
-    return var.aval.size * dtype.itemsize if isinstance(dtype, np.dtype) else 0
-
-
 def bytes_held(eqn: Eqn) -> float:
     """Bytes that a unit holds for an equation while it is computed again and differentiated."""
     name = eqn.primitive.name
     if name in CHEAP or name in VIEWS or name in FREE:
         return 0.0
     inside = sum(map(_inside, _jax.subjaxprs(eqn)))
-    return inside * eqn.params.get("length", 1) + sum(map(_bytes, eqn.outvars))
+    return inside * eqn.params.get("length", 1) + sum(map(_jax.bytes_of, eqn.outvars))
 
 
 def _inside(body: Jaxpr) -> float:
     return sum(map(bytes_held, _jax.open_jaxpr(body).eqns))
 
 
-def _lives(inner: Jaxpr) -> list[_Life]:
-    made = {v: i for i, eqn in enumerate(inner.eqns) for v in eqn.outvars}
+def _lives(eqns: Sequence[Eqn]) -> list[_Life]:
+    made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     read: dict[Var, int] = {}
-    for i, eqn in enumerate(inner.eqns):
+    for i, eqn in enumerate(eqns):
         read.update((v, i) for v in eqn.invars if _jax.is_var(v) and v in made)
-    return [_Life(made[v], i, _bytes(v)) for v, i in read.items() if i > made[v]]
+    return [_Life(made[v], i, _jax.bytes_of(v)) for v, i in read.items() if i > made[v]]
 
 
 def _places(lives: Sequence[_Life], count: int) -> list[int]:
@@ -144,11 +138,6 @@ def _kept(lives: Sequence[_Life], places: Sequence[int]) -> _Sizes:
         corners[first, first] -= life.bytes
         corners[first, last] += life.bytes
     return corners.cumsum(0).cumsum(1)[:size, :size]
-
-
-def _limits(held: _Sizes) -> list[float]:
-    whole = float(held[-1])
-    return [float(limit) for limit in np.geomspace(LEAST_UNIT * whole, whole, LIMITS)]
 
 
 def _best(kept: _Sizes, held: _Sizes, limit: float) -> _Choice:

@@ -117,7 +117,7 @@ class _Timing:
     head: tuple[int, Var] | None = field(init=False)
     fetches: dict[int, list[Var]] = field(init=False)
     written: float = field(init=False, default=0.0)
-    ties: dict[int, tuple[Var, list[Var]]] = field(init=False)
+    ties: dict[int, tuple[Var, list[Var]]] = field(init=False, default_factory=dict)
     starts: dict[int, tuple[Var, list[int]]] = field(init=False, default_factory=dict)
     late: frozenset[Var] = field(init=False)
     early: list[Var] = field(init=False)
@@ -128,7 +128,7 @@ class _Timing:
         self.units = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
         self.needs = self._needs()
         self.elapsed = self._elapsed()
-        self.ties = self._ties()
+        self._time_copies()
         self.head = self._head() if self.tied and not self.least else None
         self.fetches = self._fetches()
         self.late = self._late() if self.tied else frozenset()
@@ -166,7 +166,7 @@ class _Timing:
             return None
         first = self.units[0]
         products = filter(_is_product, self.eqns[:first])
-        stops = self._path(0, {v for e in products for v in e.invars if _jax.is_var(v)})
+        stops = self._path({v for e in products for v in e.invars if _jax.is_var(v)})
         left = {i: self.elapsed[first] - self.elapsed[i + 1] for i in stops}
         ended = [i for i in stops if self.elapsed[i + 1] >= self.written]
         seconds = _bytes(self.needs[0]) / self.clock.rates.host_to_device
@@ -199,20 +199,19 @@ class _Timing:
         program = _jax.rebuild(self.program, forward, ended, {})
         return list(itertools.accumulate(self.clock.each(program), initial=0.0))
 
-    def _ties(self) -> dict[int, tuple[Var, list[Var]]]:
+    def _time_copies(self) -> None:
         """Tie each copy to the host to the first later value by which it can be done.
 
         XLA has few copies in flight: one more would end another as soon as it starts. So it does
         not start before an earlier one has ended.
         """
         if not self.units:
-            return {}
+            return
         forward, clock = self.eqns[: self.units[0]], self.elapsed
         out = [self._seconds_out(eqn) for eqn in forward]
         unit = clock[-1] / len(self.units)
         longest = unit * (1 if sum(out) >= clock[-1] else MOST_AHEAD)
         stops, slack = self._stops(), SLACK if self.tied else 1.0
-        ties: dict[int, tuple[Var, list[Var]]] = {}
         ends = [-1] * IN_FLIGHT
         for index, eqn in enumerate(forward):
             if not _jax.crosses_to_host(eqn):
@@ -228,8 +227,7 @@ class _Timing:
             end = next(late, None)  # without any, the barrier before the first backward unit
             ends.append(ends[-1] if end is None else end)
             if end is not None:
-                ties.setdefault(end, (stops[end], []))[1].append(eqn.outvars[0])
-        return ties
+                self.ties.setdefault(end, (stops[end], []))[1].append(eqn.outvars[0])
 
     def _seconds_out(self, eqn: Eqn) -> float:
         """Seconds that an equation keeps the link to the host busy."""
@@ -283,19 +281,14 @@ class _Timing:
             if _jax.is_var(v) and not _jax.on_host(v.aval)
         }
         kept.update(e.invars[0] for e in forward if _jax.crosses_to_host(e))
-        return self._path(0, kept)
+        return self._path(kept)
 
-    def _path(self, begin: int, among: set[Var]) -> dict[int, Var]:
-        """Some values that the first backward unit depends on, by the equations that make them.
-
-        Args:
-            begin: Index of the first equation that may make one.
-            among: The values that come in question.
-        """
+    def _path(self, among: set[Var]) -> dict[int, Var]:
+        """Those values that the first backward unit depends on, by the equations that make them."""
         first = self.units[0]
         needed = {v for v in self.eqns[first].invars if _jax.is_var(v)}
         found: dict[int, Var] = {}
-        for index in reversed(range(begin, first)):
+        for index in reversed(range(first)):
             outs = [v for v in self.eqns[index].outvars if v in needed]
             if outs:
                 needed.update(v for v in self.eqns[index].invars if _jax.is_var(v))
@@ -320,7 +313,7 @@ def _host_inputs(eqn: Eqn) -> list[Var]:
 
 
 def _bytes(values: Sequence[Var]) -> float:
-    return float(sum(v.aval.size * v.aval.dtype.itemsize for v in values))
+    return float(sum(map(_jax.bytes_of, values)))
 
 
 class _Evaluation:

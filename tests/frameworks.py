@@ -30,9 +30,8 @@ def plain(rows, width, *, scan):
     def loss(ws, x, key):
         keys = jax.random.split(key, LAYERS)
         if scan:
-            return mean_square(
-                jax.lax.scan(lambda x, wk: (block(*wk[:1], x, wk[1]), None), x, (ws, keys))[0]
-            )
+            run = lambda x, wk: (block(wk[0], x, wk[1]), None)  # noqa: E731
+            return mean_square(jax.lax.scan(run, x, (ws, keys))[0])
         for i in range(LAYERS):
             x = block(jax.tree.map(lambda w, i=i: w[i], ws), x, keys[i])
         return mean_square(x)
@@ -222,7 +221,7 @@ def unet(rows, width, *, scan):
     for scale in reversed(range(2)):
         wide = features << scale
         weight(2 * wide, wide)
-        ws.insert(len(ws) - 1, 0.1 * jax.random.normal(key, (3, 3, 2 * wide, wide)))
+        weight(2 * wide, wide)
     return step, (ws, jax.random.normal(key, (max(1, rows // 2048), side, side, features)))
 
 

@@ -1,6 +1,5 @@
 """Steps in which nothing is marked: where they are cut, and plans for them in every framework."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -12,15 +11,11 @@ import jdelta
 from jdelta import Decision, _jax
 from jdelta._automatic import tracing
 from jdelta._emit import Step, emit
-from jdelta._items import items_of
-from jdelta._policy import Policy
 from jdelta._region import Session
-from jdelta._residual import residuals
 from jdelta._segments import bytes_held, segments
-from jdelta._solver import Knapsack
 from jdelta._target import resolve
-from jdelta._trace import trace
 from tests.frameworks import FORMS, STEPS
+from tests.planning import planned, under
 
 # Where a program is cut
 
@@ -52,7 +47,7 @@ def cost(program, cuts):
 def test_cuts_are_near_the_best(widths):
     program = chain(widths)
     count = len(_jax.open_jaxpr(program).eqns)
-    found = segments(program)
+    found = segments(_jax.open_jaxpr(program).eqns)
     cuts = [0, *(s.stop for s in found)]
     assert cuts == sorted(set(cuts))
     assert cuts[-1] == count
@@ -65,43 +60,26 @@ def test_cuts_are_near_the_best(widths):
 
 
 def test_a_loop_keeps_what_crosses_for_each_iteration():
-    program = chain([64, 8, 64, 8, 64])
-    assert len(segments(program, trips=1)) > 1
-    assert len(segments(program, trips=1000)) == 1
+    eqns = _jax.open_jaxpr(chain([64, 8, 64, 8, 64])).eqns
+    assert len(segments(eqns, trips=1)) > 1
+    assert len(segments(eqns, trips=1000)) == 1
 
 
 def test_a_program_of_one_equation_is_one_unit():
-    program = _jax.inline(jax.make_jaxpr(jnp.tanh)(jnp.zeros(3)))
-    assert segments(program) == [range(1)]
+    program = jax.make_jaxpr(jnp.tanh)(jnp.zeros(3))
+    assert segments(_jax.open_jaxpr(program).eqns) == [range(1)]
 
 
 # Frameworks
 
 
-def decided(step, args, share):
-    """What a step's regions are, and its policy under which ``share`` of their bytes is kept."""
-    target = resolve("tpu:v5e:2x2")
-    found = trace(step, *args)
-    priced = [r for region in found.regions for r in residuals(region, target)]
-    items = items_of(priced, target, 0.0, {})
-    room = share * sum(item.bytes for item in items.problem.items if item.needed)
-    solution = Knapsack().solve(dataclasses.replace(items.problem, capacity=room))
-    return found, Policy.of(items.decisions(solution.decisions), found.loops, "tpu")
-
-
 @pytest.mark.parametrize(("framework", "scan"), FORMS)
 def test_results_equal_the_plain_step(framework, scan):
     step, args = STEPS[framework](64, 32, scan=scan)
-    found, policy = decided(step, args, 0.4)
+    found, decisions = planned(step, 0.4, *args)
     assert found.automatic
-    assert policy.saved
-    assert policy.recomputed
-
-    def planned(*args):
-        with tracing(Session(policy, found.aliases, automatic=True)):
-            return step(*args)
-
-    got, expected = jax.jit(planned)(*args), jax.jit(step)(*args)
+    assert {Decision.SAVE, Decision.RECOMPUTE} <= set(decisions.values())
+    got, expected = jax.jit(under(found, decisions, step))(*args), jax.jit(step)(*args)
     leaves = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     for a, b in leaves:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -150,9 +128,9 @@ def test_a_step_of_two_gradients():
         return jax.grad(penalised)(w, x), jax.grad(inner)(w, x)
 
     args = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8), jnp.linspace(-2.0, 1.0, 64).reshape(8, 8)
-    found, policy = decided(step, args, 0.5)
-    with tracing(Session(policy, found.aliases, automatic=True)):
-        got = step(*args)
+    found, decisions = planned(step, 0.5, *args)
+    assert found.automatic
+    got = under(found, decisions, step)(*args)
     for a, b in zip(got, step(*args), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -177,8 +155,8 @@ def test_integer_and_key_outputs_cross_units():
 
     args = 0.1 * jnp.ones((64, 64)), jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64)
     args = *args, jax.random.key(1)
-    found, policy = decided(step, args, 0.3)
-    with tracing(Session(policy, found.aliases, automatic=True)):
-        got = jax.jit(step)(*args)
+    found, decisions = planned(step, 0.3, *args)
+    assert found.automatic
+    got = jax.jit(under(found, decisions, step))(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -16,16 +16,16 @@ from jax._src.ad_checkpoint import saved_residuals
 import jdelta
 from benchmarks.models import build, identity
 from jdelta import Decision, _jax
-from jdelta._automatic import tracing, with_regions
+from jdelta._automatic import with_regions
 from jdelta._graph import graph_of
 from jdelta._items import items_of
 from jdelta._policy import Policy
 from jdelta._primitives import MATMULS
-from jdelta._region import Session
 from jdelta._residual import residuals
 from jdelta._solver import Knapsack, Milp
 from jdelta._target import resolve
 from jdelta._trace import trace, walk
+from tests.planning import planned, under
 
 STEPS = {
     "mlp": {"name": "mlp"},
@@ -36,28 +36,6 @@ STEPS = {
     "vit-b": {"name": "vit-b"},
     "llama scanned": {"name": "llama", "scan": True},
 }
-
-
-def planned(step, share, *args):
-    """The step's regions, and decisions that keep `share` of all residual bytes."""
-    target = resolve("tpu:v5e:2x2")
-    found = trace(step, *args)
-    priced = [r for region in found.regions for r in residuals(region, target)]
-    items = items_of(priced, target, 0.0, {})
-    capacity = share * sum(item.bytes for item in items.problem.items if item.needed)
-    problem = dataclasses.replace(items.problem, capacity=capacity)
-    return found, items.decisions(Knapsack().solve(problem).decisions)
-
-
-def under(found, decisions, fun):
-    """`fun` with its regions following the decisions."""
-    policy = Policy.of(decisions, found.loops, "tpu")
-
-    def run(*args):
-        with tracing(Session(policy, found.aliases, automatic=found.automatic)):
-            return fun(*args)
-
-    return run
 
 
 def fast(fun):

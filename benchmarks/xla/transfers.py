@@ -191,11 +191,11 @@ def markdown(rows: Sequence[Row]) -> str:
     """The rows as the docs show them: temporaries and host bytes in MiB."""
     columns = list(dict.fromkeys((r["target"], r["limited"]) for r in rows))
     heads = [f"{t}{', 1 GiB left' if limited else ''}" for t, limited in columns]
-    lines = ["| way | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
-    for way in dict.fromkeys(r["way"] for r in rows):
-        cells = [_cell(r) for c in columns for r in rows if _key(r) == (way, *c)]
-        lines.append(f"| {way} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    lines = [
+        [way, *(_cell(r) for c in columns for r in rows if _key(r) == (way, *c))]
+        for way in dict.fromkeys(r["way"] for r in rows)
+    ]
+    return record.table(["way", *heads], lines)
 
 
 def _key(r: Row) -> tuple[str, str, bool]:

@@ -1,0 +1,34 @@
+"""Plans made for a TPU without compiling for it, and steps traced under them."""
+
+import dataclasses
+
+from jdelta._automatic import tracing
+from jdelta._items import items_of
+from jdelta._policy import Policy
+from jdelta._region import Session
+from jdelta._residual import residuals
+from jdelta._solver import Knapsack
+from jdelta._target import resolve
+from jdelta._trace import trace
+
+
+def planned(step, share, *args):
+    """The step's regions, and decisions that keep `share` of all residual bytes."""
+    target = resolve("tpu:v5e:2x2")
+    found = trace(step, *args)
+    priced = [r for region in found.regions for r in residuals(region, target)]
+    items = items_of(priced, target, 0.0, {})
+    capacity = share * sum(item.bytes for item in items.problem.items if item.needed)
+    problem = dataclasses.replace(items.problem, capacity=capacity)
+    return found, items.decisions(Knapsack().solve(problem).decisions)
+
+
+def under(found, decisions, fun):
+    """`fun` with its regions following the decisions."""
+    policy = Policy.of(decisions, found.loops, "tpu")
+
+    def run(*args):
+        with tracing(Session(policy, found.aliases, automatic=found.automatic)):
+            return fun(*args)
+
+    return run
