@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
-from jdelta._hlo import HOST, Instruction, Module
+from collections.abc import Mapping, Sequence
+
+from jdelta._hlo import HOST, Computation, Instruction, Module
 from jdelta._hlo_cost import bytes_in, is_free, result
 
 _IN_PLACE = frozenset({"dynamic-update-slice", "dynamic-update-slice-start"})
 
 
-def allocated(module: Module) -> int:
-    """Bytes of all buffers that instructions make in host memory: at least what is alive at once.
+def buffers(module: Module) -> tuple[int, ...]:
+    """Bytes of each buffer that instructions make in host memory, largest first.
 
     The TPU compiler's own figure counts all but the largest of the arrays twice that are written
     in slices outside of loops (jax 0.12.0.1, libtpu 0.0.50.1); its buffer assignment holds each
-    once, as does this sum. Where buffers take each other's place this sum is the larger one.
+    once, as does this list. Where buffers take each other's place its sum is the larger one.
     """
-    return sum(
+    made = (
         bytes_in(result(instruction), HOST)
         for computation in module.computations.values()
         for instruction in computation
-        if _makes(instruction)
+        if _makes(instruction, computation)
     )
+    return tuple(sorted(filter(None, made), reverse=True))
 
 
-def _makes(instruction: Instruction) -> bool:
+def without_place(planned: Mapping[str, int], there: Sequence[int]) -> list[str]:
+    """Names for whose bytes no buffer has room.
+
+    Args:
+        planned: From the names of values to their bytes; several may share a buffer.
+        there: Bytes of each buffer.
+    """
+    room = list(there)
+    missing: list[str] = []
+    for name in sorted(planned, key=planned.__getitem__, reverse=True):
+        fitting = [(left, index) for index, left in enumerate(room) if left >= planned[name]]
+        if fitting:
+            room[min(fitting)[1]] -= planned[name]
+        else:
+            missing.append(name)
+    return missing
+
+
+def _makes(instruction: Instruction, computation: Computation) -> bool:
     """Whether the result is a buffer of its own: of custom calls too, AllocateBuffer is one."""
     if instruction.opcode == "custom-call":
         return True
-    return instruction.opcode not in _IN_PLACE and not is_free(instruction)
+    if instruction.opcode in _IN_PLACE or is_free(instruction):
+        return False
+    return not (
+        instruction.opcode.startswith("fusion")  # on GPUs it writes a slice of its operand
+        and any(bytes_in(i.shape, HOST) for i in computation.operands(instruction))
+    )

@@ -12,7 +12,7 @@ import jax
 
 from jdelta import _cache
 from jdelta._hlo import parse
-from jdelta._host import allocated
+from jdelta._host import buffers
 from jdelta._overlap import NO_TRANSFERS, Overlap, read_overlap
 from jdelta._stride import forward_fetches
 from jdelta._target import Target
@@ -67,6 +67,7 @@ class Measurement:
         seconds: Time the compiler took; next to nothing when JAX had compiled the program before.
         overlap: What the schedule hides of the transfers between device and host.
         wrong_fetches: Instructions that fetch other rows from the host than the program asks for.
+        host_buffers: Bytes of each buffer that the program allocates in host memory, largest first.
     """
 
     peak: int
@@ -81,6 +82,7 @@ class Measurement:
     seconds: float
     overlap: Overlap = NO_TRANSFERS
     wrong_fetches: tuple[str, ...] = ()
+    host_buffers: tuple[int, ...] = ()
 
 
 def measure(
@@ -148,11 +150,13 @@ def _read(name: str) -> Measurement | None:
     try:
         record["overlap"] = Overlap.of_record(record["overlap"])
         record["wrong_fetches"] = tuple(record["wrong_fetches"])
+        record["host_buffers"] = tuple(record["host_buffers"])
     except (KeyError, TypeError):
         return None
-    types = {field.name: type(record.get(field.name)) for field in dataclasses.fields(Measurement)}
-    expected = {f.name: get_origin(f.type) or f.type for f in dataclasses.fields(Measurement)}
-    return Measurement(**record) if types == expected else None
+    fields = {f.name: get_origin(f.type) or f.type for f in dataclasses.fields(Measurement)}
+    if any(type(record.get(name)) is not expected for name, expected in fields.items()):
+        return None
+    return Measurement(**{name: record[name] for name in fields})
 
 
 def _compile(
@@ -222,8 +226,10 @@ def _host(compiled: jax.stages.Compiled, target: Target, reported: int) -> dict[
         return {"host": 0}
     program = parse(compiled.as_text() or "")
     wrong = forward_fetches(program) if target.platform == "cuda" else ()
+    there = buffers(program)
     return {
-        "host": min(reported, allocated(program)) if target.platform == "tpu" else reported,
+        "host": min(reported, sum(there)) if target.platform == "tpu" else reported,
+        "host_buffers": there,
         "overlap": read_overlap(program, target.rates),
         "wrong_fetches": tuple(wrong),
     }

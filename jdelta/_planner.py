@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +14,11 @@ from jdelta._budget import Budget, format_bytes
 from jdelta._decision import Decision
 from jdelta._emit import Emission, Step, emit
 from jdelta._errors import BudgetError, OffloadError
+from jdelta._host import without_place
 from jdelta._items import Items
 from jdelta._measure import Measurement, measure
-from jdelta._overlap import Overlap
 from jdelta._peak import Timeline
 from jdelta._policy import Policy
-from jdelta._residual import Residual
 from jdelta._solution import Outcome
 from jdelta._solver.base import Solver
 
@@ -29,9 +27,6 @@ _known: dict[Any, dict[Policy, tuple[float, int]]] = {}
 small budget is never missed by a larger one."""
 
 MOST_COMPILES = 4
-_SURELY_THERE = 0.98
-"""Part of the planned host bytes that a compiled program must hold there."""
-
 OUTLIER = 1.5
 """Times its prediction at which a compiled peak says nothing about other candidates."""
 
@@ -321,13 +316,14 @@ class Search:
         decisions, measurement = candidate.decisions, candidate.measurement
         assert decisions is not None
         assert measurement is not None
-        away = [r for r in self.items.residuals if decisions[r.name] is Decision.OFFLOAD]
-        planned = sum(r.bytes for r in away)
+        residuals, offload = self.items.residuals, Decision.OFFLOAD
+        away = {r.name: r.bytes for r in residuals if decisions[r.name] is offload}
         wrong = measurement.wrong_fetches
-        if measurement.refused or (measurement.host >= _SURELY_THERE * planned and not wrong):
+        missing = without_place(away, measurement.host_buffers)
+        if measurement.refused or not (missing or wrong):
             return False
-        if any(r.name in self.items.pinned for r in away):
-            raise OffloadError(_wrong(wrong) if wrong else _missing(away, planned, measurement))
+        if self.items.pinned.keys() & away.keys():
+            raise OffloadError(_wrong(wrong) if wrong else _missing(missing, away, measurement))
         return True
 
     def _better_without_offload(self, candidate: Candidate) -> bool:
@@ -368,28 +364,13 @@ def _margin(excess: int, bound: int, *, safe: bool) -> int:
     return 2 * excess + bound // 50 if safe else excess // 4 + bound // 100
 
 
-def _missing(away: Sequence[Residual], planned: int, measurement: Measurement) -> str:
-    names = [r.name for r in _not_copied(away, measurement.overlap) or away]
+def _missing(names: Sequence[str], away: Mapping[str, int], measurement: Measurement) -> str:
     others = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return (
-        f"The plan puts {format_bytes(planned)} on the host, but the compiled program holds "
-        f"{format_bytes(measurement.host)} there: the compiler keeps {', '.join(names[:5])}"
+        f"The plan puts {format_bytes(sum(away.values()))} on the host, but the compiled program "
+        f"holds {format_bytes(measurement.host)} there: the compiler keeps {', '.join(names[:5])}"
         f"{others} on the device. Take these out of pin=."
     )
-
-
-def _not_copied(away: Sequence[Residual], overlap: Overlap) -> list[Residual]:
-    """The residuals for which the program has no copy of their size to the host left."""
-    copies: Counter[int] = Counter()
-    for transfer in overlap.transfers:
-        copies[transfer.bytes] += transfer.trips if transfer.direction == "out" else 0
-    missing: list[Residual] = []
-    for r in away:
-        size = r.bytes // r.count
-        if copies[size] < r.count:
-            missing.append(r)
-        copies[size] -= r.count
-    return missing
 
 
 def _wrong(fetches: Sequence[str]) -> str:

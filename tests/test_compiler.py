@@ -109,8 +109,8 @@ def test_host_bytes_are_the_planned_ones(target):
 def test_offload_that_the_compiler_dropped_is_an_error(target, monkeypatch):
     def only_the_first_on_the_host(*args):
         compiled, measured = measure(*args)
-        first = dataclasses.replace(measured.overlap, transfers=measured.overlap.transfers[:1])
-        return compiled, dataclasses.replace(measured, host=measured.host // 2, overlap=first)
+        first = measured.host_buffers[:1]
+        return compiled, dataclasses.replace(measured, host=sum(first), host_buffers=first)
 
     monkeypatch.setattr("jdelta._planner.measure", only_the_first_on_the_host)
     says = r"1\.00 GiB on the host, .* holds 512.0 MiB there: the compiler keeps layer/exp on"

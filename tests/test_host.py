@@ -7,7 +7,7 @@ import pytest
 import jdelta
 from benchmarks.offload import stack
 from jdelta._hlo import parse
-from jdelta._host import allocated
+from jdelta._host import buffers, without_place
 
 ARRAY = "f32[4,256]{1,0:S(5)}"
 SLOT = "f32[1,256]{1,0}"
@@ -38,9 +38,48 @@ ENTRY %main (x: f32[256]) -> f32[256] {
 """
 
 
-@pytest.mark.parametrize(("text", "size"), [(SLOTS, 4 * 256 * 4), (COPIES, 256 * 4)])
-def test_each_buffer_counts_once_where_it_is_made(text, size):
-    assert allocated(parse(text)) == size
+# As XLA writes it for GPUs: a slice of a host array written in place, beside the compute.
+FUSED = f"""HloModule fused
+
+%write (array: f32[4,256], x: f32[1,256], i: s32[]) -> f32[4,256] {{
+  %array = {ARRAY} parameter(0)
+  %x = {SLOT} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %written = {ARRAY} dynamic-update-slice(%array, %x, %i, %i)
+}}
+
+ENTRY %main (x: f32[1,256]) -> f32[4,256] {{
+  %x = {SLOT} parameter(0)
+  %i = s32[] constant(0)
+  %array = {ARRAY} custom-call(), custom_call_target="AllocateBuffer"
+  %out = (({ARRAY}, {SLOT}, s32[]), {ARRAY}, u32[]) fusion-start(%array, %x, %i), calls=%write
+  ROOT %written = {ARRAY} fusion-done(%out)
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"), [(SLOTS, (4 * 256 * 4,)), (COPIES, (256 * 4,)), (FUSED, (4 * 256 * 4,))]
+)
+def test_each_buffer_counts_once_where_it_is_made(text, sizes):
+    assert buffers(parse(text)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("planned", "there", "missing"),
+    [
+        ({}, (), []),
+        ({"a": 4, "b": 4}, (8,), []),  # slots of one array
+        ({"a": 4, "b": 8}, (8, 4), []),
+        ({"a": 4, "b": 8}, (8,), ["a"]),
+        ({"a": 4, "b": 8}, (6, 6), ["b"]),  # as many bytes, but not in one piece
+        ({"a": 3, "b": 4}, (4, 4), []),  # with padding
+        ({"a": 4, "b": 4, "c": 4}, (8,), ["c"]),
+        ({"a": 4}, (), ["a"]),
+    ],
+)
+def test_every_name_has_a_place_of_its_own(planned, there, missing):
+    assert without_place(planned, there) == missing
 
 
 @pytest.mark.compiler
