@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
@@ -85,14 +86,17 @@ def planned(case: Case, plan: jdelta.Plan) -> Program:
     """The step of a case under a plan that was made for it."""
     where = resolve(plan.target)
     placed = where.abstract((case.state, case.batch))
-    found = trace(case.step, *placed)
-    step = Step(case.step, placed, plan.donate_argnums, where, dict(plan.aliases), found.automatic)
+    found = trace(case.step, *placed, grouping=plan.grouping)
+    aliases, donate = dict(plan.aliases), plan.donate_argnums
+    step = Step(case.step, placed, donate, where, aliases, found.automatic, plan.grouping)
     emission = emit(step, plan.policy)
     return Program(emission.timeline.graph, emission.lower, where, emission.options)
 
 
-def plan(case: Case, budget: float, target: str) -> tuple[Row, jdelta.Plan | None]:
+def plan(case: Case, budget: float, target: str, **options: Any) -> tuple[Row, jdelta.Plan | None]:
     """Plans the step of a case, built with `jdelta.remat`, to a budget: bytes or a share.
+
+    `options` are further ones of `jdelta.plan`.
 
     Returns:
         What is known of the plan, as a part of a row, and the plan; only the error and the floor if
@@ -100,7 +104,7 @@ def plan(case: Case, budget: float, target: str) -> tuple[Row, jdelta.Plan | Non
     """
     try:
         made = jdelta.plan(
-            case.step, budget, case.state, case.batch, target=target, donate_argnums=0
+            case.step, budget, case.state, case.batch, target=target, donate_argnums=0, **options
         )
     except jdelta.BudgetError as error:
         return {"error": str(error), "floor": error.floor, "budget": budget}, None
@@ -122,6 +126,7 @@ def of_plan(plan: jdelta.Plan) -> Row:
         "overhead": plan.overhead,
         "step_seconds": plan.step_seconds,
         "compiles": plan.compiles,
+        "layers": plan.grouping.layers,
         "kept": kept,
         "residuals": len(plan.decisions),
     }

@@ -18,10 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdelta import _jax
+from jdelta._groups import grouped
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._naming import scope_path
 from jdelta._primitives import MATMULS
 from jdelta._region import Session, inside_region, is_inside, region
+from jdelta._scan import Scan
 from jdelta._segments import bytes_held, segments
 
 LOOP_SHARE = 0.2
@@ -33,10 +35,22 @@ SMALL = 1 / 256
 
 @contextlib.contextmanager
 def tracing(session: Session) -> Generator[None]:
-    """Trace a step for a session, finding its regions if the session asks for it."""
-    rewriting = _jax.differentiating(with_regions) if session.automatic else None
-    with _jax.session_context(session), rewriting or contextlib.nullcontext():
+    """Trace a step for a session: its regions found and its loops grouped, if the session says."""
+    with (
+        _jax.session_context(session),
+        _jax.VJP.replaced(_differentiated),
+        _jax.SCAN.replaced(grouped),
+    ):
         yield
+
+
+def _differentiated(
+    vjp: Callable[..., Any], fun: Callable[..., Any], *primals: Any, **options: Any
+) -> Any:
+    session: Session | None = _jax.current_session()
+    if session is not None:
+        session.gradients += 1
+    return vjp(with_regions(fun), *primals, **options)
 
 
 def with_regions(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,18 +141,13 @@ def _unit(eqns: Sequence[Eqn], later: set[Var], env: _jax.Env, *, marked: bool) 
 
 def _loop(eqn: Eqn, env: _jax.Env) -> list[Any]:
     """Evaluate a ``scan`` whose body has its units as regions."""
-    body, length = _jax.inline(eqn.params["jaxpr"]), eqn.params["length"]
-    n_consts, n_carry = _jax.scan_counts(eqn.params)
-    inputs = _jax.read(env, eqn.invars)
-    consts, carry = inputs[:n_consts], inputs[n_consts : n_consts + n_carry]
+    loop = Scan.of(eqn, _jax.read(env, eqn.invars))
 
     def step(carry: Any, rows: Any) -> Any:
-        outputs = _evaluate(body, [*consts, *carry, *rows], length)
-        return outputs[:n_carry], outputs[n_carry:]
+        outputs = _evaluate(loop.body, [*loop.consts, *carry, *rows], loop.length)
+        return outputs[: loop.n_carry], outputs[loop.n_carry :]
 
-    reverse, unroll = eqn.params["reverse"], eqn.params["unroll"]
-    rows = inputs[n_consts + n_carry :]
-    carry, stacked = lax.scan(step, carry, rows, length=length, reverse=reverse, unroll=unroll)
+    carry, stacked = loop.scan(step, loop.carry, loop.xs)
     return [*carry, *stacked]
 
 

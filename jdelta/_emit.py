@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdelta import _jax, _rows
 from jdelta._automatic import tracing
 from jdelta._errors import PlanMismatchError
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
 from jdelta._peak import Timeline, timeline
 from jdelta._policy import Policy
-from jdelta._region import Session
+from jdelta._region import AS_WRITTEN, Grouping, Session
 from jdelta._target import Target
 from jdelta._timing import TIMED, timed
 from jdelta._trace import walk
@@ -33,6 +34,7 @@ class Step:
         target: What it is compiled for.
         aliases: From regions' names while tracing to their names in plans.
         automatic: Whether its regions are found in the program.
+        grouping: How its loops over layers are to be run.
     """
 
     fun: Callable[..., Any]
@@ -41,6 +43,7 @@ class Step:
     target: Target
     aliases: Mapping[str, str]
     automatic: bool = False
+    grouping: Grouping = AS_WRITTEN
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,13 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     Raises:
         PlanMismatchError: The step does not contain all the names that the policy decides about.
     """
-    automatic = step.automatic and policy is not None  # else it is the user's own program
 
     @functools.wraps(step.fun)
     def planned(*args: Any) -> Any:
-        with tracing(Session(policy, step.aliases, automatic=automatic)):
+        if policy is None:  # the user's own program
+            return step.fun(*args)
+        session = Session(policy, step.aliases, automatic=step.automatic, grouping=step.grouping)
+        with tracing(session):
             return step.fun(*args)
 
     platform = step.target.platform
@@ -81,9 +86,13 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     graph = graph_of(traced.jaxpr)
     if policy is not None:
         _check_names(policy, {str(op.name) for op, _, _ in walk(graph) if op.name})
+        if step.grouping.layers > 1:
+            run = functools.partial(_rows.evaluate, _jax.inline(traced.jaxpr))
+            traced = _again(step, traced, run)
         if policy.offloaded and platform in TIMED:
-            traced = _timed(step, traced, least=policy.least)
-            graph = graph_of(traced.jaxpr)
+            run = timed(traced.jaxpr, step.target.rates, platform, least=policy.least)
+            traced = _again(step, traced, run)
+        graph = graph_of(traced.jaxpr)
 
     def lower() -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=(platform,))
@@ -109,9 +118,10 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _timed(step: Step, traced: jax.stages.Traced, *, least: bool) -> jax.stages.Traced:
-    """The same step with its transfers timed."""
-    run = timed(traced.jaxpr, step.target.rates, step.target.platform, least=least)
+def _again(
+    step: Step, traced: jax.stages.Traced, run: Callable[..., list[Any]]
+) -> jax.stages.Traced:
+    """The same step, evaluated in another way: ``run`` takes and gives flat values."""
     results = jax.tree.structure(traced.out_info)
 
     @functools.wraps(step.fun)

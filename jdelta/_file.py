@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 from jdelta._errors import PlanMismatchError
 from jdelta._overlap import Overlap
 from jdelta._policy import Policy
+from jdelta._region import Grouping
 from jdelta._residual import Residual
 
-VERSION = 4
+VERSION = 5
 _SCALARS = {"int": int, "float": (int, float), "str": str}
 P = TypeVar("P")
 
@@ -25,7 +26,7 @@ def save(plan: Any, path: str | os.PathLike[str]) -> None:
         value = getattr(plan, field.name)
         if field.name == "residuals":
             value = [dataclasses.asdict(residual) for residual in value]
-        elif isinstance(value, Overlap):
+        elif isinstance(value, (Overlap, Grouping)):
             value = dataclasses.asdict(value)
         elif isinstance(value, Policy):
             value = _policy_record(value)
@@ -77,6 +78,8 @@ def _read(field: dataclasses.Field[Any], value: Any) -> Any:
         return tuple(Residual(**{k: _tuples(v) for k, v in row.items()}) for row in value)
     if field.name == "overlap":
         return Overlap.of_record(value)
+    if field.name == "grouping":
+        return Grouping(**value)
     if field.name == "policy" and value is not None:
         names = {k: frozenset[str](value[k]) for k in ("saved", "offloaded", "recomputed")}
         written, least = bool(value["writes_bits"]), bool(value["least"])

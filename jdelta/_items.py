@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jdelta._budget import format_bytes
@@ -88,6 +88,19 @@ class Items:
         """The problem in which boundaries may leave the device."""
         return replace(self, problem=self.deep or self.problem)
 
+    def in_parts(self, parts: int, regions: Collection[str]) -> Problem:
+        """The problem with equal parts of each item of these regions, decided apart."""
+        split = {r.name for r in self.residuals if r.region in regions}
+        items: list[Item] = []
+        places: list[range] = []
+        for item in self.problem.items:
+            count = parts if item.name in split else 1
+            places.append(range(len(items), len(items) + count))
+            for number in range(count):
+                sources = tuple(places[s][number % len(places[s])] for s in item.sources)
+                items.append(_part_of(item, number, count, sources))
+        return replace(self.problem, items=tuple(items))
+
     def without_offload(self) -> Items:
         """The same problem with nothing offloaded but what is pinned, and boundaries."""
         closed = tuple(
@@ -104,6 +117,20 @@ class Items:
     def overhead(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step."""
         return self.whole.overhead([decisions[r.name] for r in self.residuals])
+
+
+def _part_of(item: Item, number: int, parts: int, sources: tuple[int, ...]) -> Item:
+    return replace(
+        item,
+        name=f"{item.name}#{number}",
+        bytes=item.bytes / parts,
+        seconds=item.seconds / parts,
+        sources=sources,
+        seconds_out=item.seconds_out / parts,
+        seconds_in=item.seconds_in / parts,
+        host_bytes=item.host_bytes / parts,
+        seconds_exposed=item.seconds_exposed / parts,
+    )
 
 
 def items_of(

@@ -40,42 +40,52 @@ def current_session() -> Any:
     return session_context.value
 
 
-@contextlib.contextmanager
-def differentiating(
-    rewrite: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Generator[None]:
-    """While open, ``jax.grad`` and its like differentiate what ``rewrite`` makes of a function.
+class Hook:
+    """A function of JAX's in whose place another can be put, for all threads.
 
-    They all call the ``vjp`` of their own module. Other threads see the change too: ``rewrite``
-    has to leave alone what is not traced for a session of its own.
+    What is put there has to leave alone what is not traced for a session of its own.
     """
-    with _rewriting:
-        _rewrites.append(rewrite)
-        _set_vjp(_rewriting_vjp)
-    try:
-        yield
-    finally:
-        with _rewriting:
-            _rewrites.remove(rewrite)
-            if not _rewrites:
-                _set_vjp(_plain_vjp)
+
+    def __init__(self, plain: Callable[..., Any], put: Callable[[Callable[..., Any]], None]):
+        self._plain = plain
+        self._put = put
+        self._others: list[Callable[..., Any]] = []
+        self._lock = threading.Lock()
+        functools.update_wrapper(self, plain)
+
+    @contextlib.contextmanager
+    def replaced(self, other: Callable[..., Any]) -> Generator[None]:
+        """While open, JAX calls ``other``; its first argument is what JAX would have called."""
+        with self._lock:
+            self._others.append(other)
+            self._put(self)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._others.remove(other)
+                if not self._others:
+                    self._put(self._plain)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        for other in self._others[-1:]:  # another thread may be taking it out
+            return other(self._plain, *args, **options)
+        return self._plain(*args, **options)
 
 
-def _set_vjp(vjp: Callable[..., Any]) -> None:
+def _put_vjp(vjp: Callable[..., Any]) -> None:
     inspect.unwrap(jax.value_and_grad).__globals__["vjp"] = vjp
     jax.vjp = vjp
 
 
-_plain_vjp: Any = jax.vjp
-_rewrites: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
-_rewriting = threading.Lock()
+def _put_scan(scan: Callable[..., Any]) -> None:
+    jax.lax.scan = scan
 
 
-@functools.wraps(_plain_vjp)
-def _rewriting_vjp(fun: Callable[..., Any], *primals: Any, **options: Any) -> Any:
-    for rewrite in _rewrites[-1:]:  # another thread may be taking it out
-        fun = rewrite(fun)
-    return _plain_vjp(fun, *primals, **options)
+VJP = Hook(jax.vjp, _put_vjp)
+"""What ``jax.grad`` and its like call, each in their own module."""
+
+SCAN = Hook(jax.lax.scan, _put_scan)
 
 
 def stage(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:

@@ -24,6 +24,7 @@ from jdelta._cost import program_seconds
 from jdelta._graph import graph_of
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._primitives import LOOPS, MATMULS
+from jdelta._scan import Scan
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def fetches_back(eqn: Eqn, stack: Var, maker: Eqn) -> bool:
         return False
     mirrored = eqn.params["reverse"] != maker.params["reverse"]
     same = eqn.params["length"] == maker.params["length"]
-    loop = _Loop.of(eqn, eqn.invars)
+    loop = Scan.of(eqn, eqn.invars)
     rows = [x for x, is_away in zip(loop.xs, loop.fetched()[1], strict=True) if is_away]
     return mirrored and same and any(x is stack for x in rows)
 
@@ -99,7 +100,7 @@ def forward_loop(
         The results of the ``scan``, the first row of a late stack holding nothing; and what is to
         be known of each late stack.
     """
-    loop = _Loop.of(eqn, inputs)
+    loop = Scan.of(eqn, inputs)
     stacks = eqn.outvars[loop.n_carry :]
     body, away = _jax.with_copies_left_out(
         loop.body, loop.n_carry, [v in may_be_late for v in stacks]
@@ -143,7 +144,7 @@ def backward_loop(
     Returns:
         The results of the ``scan``.
     """
-    loop = _Loop.of(eqn, inputs)
+    loop = Scan.of(eqn, inputs)
     body, away = loop.fetched()
     rows_from = loop.n_consts + loop.n_carry
     names = [v for v, is_away in zip(eqn.invars[rows_from:], away, strict=True) if is_away]
@@ -184,52 +185,7 @@ def backward_loop(
     return [*carry, *ys]
 
 
-@dataclass(frozen=True)
-class _Loop:
-    """A ``scan`` and its operands."""
-
-    body: Jaxpr
-    n_consts: int
-    n_carry: int
-    length: int
-    reverse: bool
-    unroll: int
-    consts: list[Any]
-    carry: list[Any]
-    xs: list[Any]
-
-    @classmethod
-    def of(cls, eqn: Eqn, inputs: Sequence[Any]) -> _Loop:
-        n_consts, n_carry = _jax.scan_counts(eqn.params)
-        return cls(
-            body=_jax.inline(eqn.params["jaxpr"]),
-            n_consts=n_consts,
-            n_carry=n_carry,
-            length=eqn.params["length"],
-            reverse=eqn.params["reverse"],
-            unroll=eqn.params["unroll"],
-            consts=list(inputs[:n_consts]),
-            carry=list(inputs[n_consts : n_consts + n_carry]),
-            xs=list(inputs[n_consts + n_carry :]),
-        )
-
-    def fetched(self) -> tuple[Jaxpr, list[bool]]:
-        """The body taking rows fetched already, and which of its rows those are."""
-        body, fetched = _jax.with_fetched_inputs(self.body)
-        return body, fetched[self.n_consts + self.n_carry :]
-
-    def stacked(self, body: Jaxpr) -> list[Any]:
-        """What the body stacks."""
-        return list(_jax.open_jaxpr(body).outvars[self.n_carry :])
-
-    def scan(self, step: Any, state: Any, rows: Any) -> Any:
-        """Run the loop over another body."""
-        return lax.scan(
-            step, state, rows, length=self.length, reverse=self.reverse, unroll=self.unroll
-        )
-
-
-def _stops(body: Jaxpr, loop: _Loop, sizes: Sequence[int], clock: Clock) -> dict[int, Var]:
+def _stops(body: Jaxpr, loop: Scan, sizes: Sequence[int], clock: Clock) -> dict[int, Var]:
     """Values of a body by which each fetch but the last should be done.
 
     The compute of an iteration is shared out by bytes. Only values that the next iteration depends
@@ -249,7 +205,7 @@ def _stops(body: Jaxpr, loop: _Loop, sizes: Sequence[int], clock: Clock) -> dict
     return stops
 
 
-def _after_loops(body: Jaxpr, loop: _Loop, size: int, clock: Clock) -> tuple[int, Var] | None:
+def _after_loops(body: Jaxpr, loop: Scan, size: int, clock: Clock) -> tuple[int, Var] | None:
     """Where copies of an iteration start if the body has loops of its own.
 
     XLA ends copies before an inner loop begins. So they start after the last one, at an operand of
@@ -269,7 +225,7 @@ def _after_loops(body: Jaxpr, loop: _Loop, size: int, clock: Clock) -> tuple[int
     return begin if before < min(left, size / clock.rates.device_to_host) else None
 
 
-def _path(body: Jaxpr, loop: _Loop) -> set[Var]:
+def _path(body: Jaxpr, loop: Scan) -> set[Var]:
     """Operands of products between the carry that comes in and the carry that goes out."""
     inner = _jax.open_jaxpr(body)
     begun = set(inner.invars[loop.n_consts : loop.n_consts + loop.n_carry])

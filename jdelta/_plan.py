@@ -23,12 +23,13 @@ from jdelta._measure import Measurement, measure
 from jdelta._overlap import Overlap
 from jdelta._planner import Found, Search
 from jdelta._policy import Policy
+from jdelta._region import AS_WRITTEN, Grouping
 from jdelta._residual import Residual
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
-from jdelta._table import format_seconds, format_table, rows
+from jdelta._table import format_table, rows, summary
 from jdelta._target import Target, resolve
-from jdelta._trace import trace
+from jdelta._trace import Trace, trace
 
 MARGIN = 0.05
 """Share of a target's memory left to allocator and runtime when no budget is given."""
@@ -41,9 +42,10 @@ _SOLVERS: Mapping[str, Solver] = {"knapsack": Knapsack(), "milp": Milp()}
 class Plan:
     """What becomes of every residual of a training step, and the checked result of compiling it.
 
-    A plan is a ``jax.checkpoint`` policy: pass it as ``policy=`` to ``jdelta.remat``,
-    ``jax.checkpoint``, ``nn.remat`` or ``nnx.remat`` around units marked with ``jdelta.remat``.
-    It is immutable and hashable; plans made by equal decisions for the same program are equal.
+    A plan made with ``per_layer=False`` is a ``jax.checkpoint`` policy: pass it as ``policy=`` to
+    ``jdelta.remat``, ``jax.checkpoint``, ``nn.remat`` or ``nnx.remat`` around units marked with
+    ``jdelta.remat``. It is immutable and hashable; plans made by equal decisions for the same
+    program are equal.
 
     Attributes:
         policy: The decisions as a policy; None when the plain step fits the budget.
@@ -68,6 +70,9 @@ class Plan:
         donate_argnums: Arguments whose buffers the results may take, as compiled.
         fingerprint: Digest of the plain program the plan was made for.
         aliases: From regions' names while tracing to their names here.
+        grouping: How the planned loops over layers are run. With several layers in an iteration
+            these have decisions of their own (every second, every third...), or are under one
+            more checkpoint (``nested``).
     """
 
     policy: Policy | None
@@ -88,6 +93,7 @@ class Plan:
     donate_argnums: tuple[int, ...]
     fingerprint: str
     aliases: tuple[tuple[str, str], ...] = field(repr=False)
+    grouping: Grouping
     _step: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
     _args: tuple[Any, ...] = field(default=(), repr=False, compare=False)
     _compiled: Any = field(default=None, repr=False, compare=False)
@@ -173,7 +179,7 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan's table, and its figures for the whole step."""
-        return f"{format_table(rows(self.residuals, self.decisions))}\n\n{_summary(self)}"
+        return f"{format_table(rows(self.residuals, self.decisions))}\n\n{summary(self)}"
 
 
 @overload
@@ -186,6 +192,7 @@ def plan(
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
     pin: Mapping[str, Decision | str] = _NO_PINS,
+    per_layer: bool = True,
 ) -> DeferredPlan: ...
 @overload
 def plan(
@@ -199,6 +206,7 @@ def plan(
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
     pin: Mapping[str, Decision | str] = _NO_PINS,
+    per_layer: bool = True,
 ) -> Plan: ...
 def plan(
     step_fn: Callable[..., Any],
@@ -209,6 +217,7 @@ def plan(
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
     pin: Mapping[str, Decision | str] = _NO_PINS,
+    per_layer: bool = True,
 ) -> Plan | DeferredPlan:
     """Plan a training step to a memory budget, compile it under the plan and check it.
 
@@ -229,7 +238,11 @@ def plan(
         host_budget: Bound on pinned host bytes, 0 for no offload; default: the host memory of the
             target, as far as it is known.
         pin: Decisions taken by hand: from a pattern of residual names (``"h/mlp/*"``) to
-            ``"save"``, ``"offload"`` or ``"recompute"``.
+            ``"save"``, ``"offload"`` or ``"recompute"``. One layer of a scan is then decided like
+            the others.
+        per_layer: Whether layers of a scan may be decided differently where that pays. The planned
+            loop then runs several layers in an iteration, which ``plan.jit`` can do, but no plan
+            used as a mere policy: False where the plan is to be one.
 
     Returns:
         A ``Plan``; without ``args`` a ``DeferredPlan``.
@@ -248,6 +261,7 @@ def plan(
         "solver": _solver(solver),
         "host_budget": host_budget,
         "pin": pin,
+        "per_layer": per_layer,
     }
     if budget is not None:
         parse_budget(budget)
@@ -355,13 +369,13 @@ def _compile(
 ) -> jax.stages.Compiled:
     """Compile a step under a plan and check it against the budget."""
     target = resolve(plan.target, args)
-    found = trace(fun, *args)
+    found = trace(fun, *args, grouping=plan.grouping)
     if found.fingerprint != plan.fingerprint:
         raise PlanMismatchError(
             f"The plan was made for program {plan.fingerprint}, this is {found.fingerprint}: other "
             "code, shapes, dtypes, or versions of JAX and Flax. Plan this program."
         )
-    step = Step(fun, args, donate, target, dict(plan.aliases), found.automatic)
+    step = Step(fun, args, donate, target, dict(plan.aliases), found.automatic, plan.grouping)
     emission = emit(step, plan.policy)
     compiled, measurement = measure(emission.lower(), target, emission.options, executable=True)
     if compiled is None or measurement.peak > plan.budget:
@@ -383,6 +397,7 @@ def _plan(
     solver: Solver,
     host_budget: int | str | None,
     pin: Mapping[str, Decision | str],
+    per_layer: bool,
 ) -> Plan:
     where = resolve(target, args)
     bound = parse_budget(int(where.memory * (1 - MARGIN)) if budget is None else budget)
@@ -392,18 +407,47 @@ def _plan(
             f"that {where.name} has. Leave it out to use what there is."
         )
     placed = where.abstract(args)
+    host_room = _host_capacity(host_budget, where)
+
+    def search_of(found: Trace, before: Search | None = None) -> Search:
+        items = items_of(with_boundaries(found, where), where, host_room, pin)
+        aliases, automatic = found.aliases, found.automatic
+        step = Step(step_fn, placed, donate_argnums, where, aliases, automatic, found.grouping)
+        return Search(step, items, found.loops, solver, found.fingerprint, before)
+
+    def grouped(grouping: Grouping) -> tuple[Trace, Search]:
+        found = trace(step_fn, *placed, grouping=grouping)
+        return found, search_of(found, search)
+
     found = trace(step_fn, *placed)
-    priced = with_boundaries(found, where)
-    items = items_of(priced, where, _host_capacity(host_budget, where), pin)
-    step = Step(step_fn, placed, donate_argnums, where, found.aliases, found.automatic)
-    search = Search(step, items, found.loops, solver, found.fingerprint)
-    result = search.run(bound)
+    search = search_of(found)
+    most = search.bound(bound)
+    trips = {r.name: r.trips for r in found.regions if r.loops} if per_layer and not pin else {}
+    if trips and not search.plain_fits(most):
+        grouping = search.best_grouping(most, trips)
+        if grouping != AS_WRITTEN:
+            found, search = grouped(grouping)
+    try:
+        result = search.run(most)
+    except BudgetError as error:
+        layers = _near_root(max(trips.values(), default=1))
+        if layers == 1:
+            raise
+        found, search = grouped(Grouping(layers, nested=True))
+        try:
+            result = search.run(most)
+        except BudgetError as nested:
+            raise min(error, nested, key=lambda e: e.floor or math.inf) from None
+    other = search.known_grouping(most, result.best.overhead) if trips else None
+    if other and other != found.grouping:
+        found, search = grouped(other)
+        result = search.run(most)
     best = result.best
     measurement: Measurement | None = best.measurement
     assert measurement is not None
     return Plan(
         policy=best.emission.policy,
-        residuals=priced,
+        residuals=search.items.residuals,
         budget=result.budget,
         predicted_peak=best.predicted,
         compiled_peak=best.peak,
@@ -420,10 +464,17 @@ def _plan(
         donate_argnums=donate_argnums,
         fingerprint=found.fingerprint,
         aliases=tuple(found.aliases.items()),
+        grouping=found.grouping,
         _step=step_fn,
         _args=placed,
         _compiled=best.compiled,
     )
+
+
+def _near_root(count: int) -> int:
+    """The divisor of a number that is nearest to its square root, itself left out."""
+    divisors = (d for d in range(1, count) if count % d == 0)
+    return min(divisors, key=lambda d: abs(math.log(d * d / count)), default=1)
 
 
 def _result(found: Found) -> str:
@@ -455,35 +506,4 @@ def _signature(args: tuple[Any, ...]) -> Any:
     return tree, tuple(
         (x.shape, x.dtype, getattr(x, "sharding", None)) if hasattr(x, "shape") else type(x)
         for x in leaves
-    )
-
-
-def _summary(plan: Plan) -> str:
-    lines = {
-        "target": plan.target,
-        "budget": format_bytes(plan.budget),
-        "compiled peak": f"{format_bytes(plan.compiled_peak)} "
-        f"(predicted {format_bytes(plan.predicted_peak)}; "
-        f"{_bound(plan, 'floor', 'floor')}, {_bound(plan, 'plain step', 'ceiling')})",
-        "on the host": _on_the_host(plan),
-        "overhead": f"{format_seconds(plan.overhead)} on a step of "
-        f"{format_seconds(plan.step_seconds)} (predicted, "
-        f"{100 * plan.overhead / (plan.step_seconds or 1):.1f} %)",
-        "result": plan.result,
-    }
-    return "\n".join(f"{label:<14}{text}" for label, text in lines.items())
-
-
-def _bound(plan: Plan, label: str, field: str) -> str:
-    predicted = " predicted" if field in plan.estimates else ""
-    return f"{label} {format_bytes(getattr(plan, field))}{predicted}"
-
-
-def _on_the_host(plan: Plan) -> str:
-    if not plan.host_bytes:
-        return format_bytes(0)
-    seconds = plan.overlap.seconds_out + plan.overlap.seconds_in
-    return (
-        f"{format_bytes(plan.host_bytes)}; {format_seconds(seconds)} of transfers, "
-        f"{plan.overlap.hidden:.0%} of it behind compute (read in the compiled schedule)"
     )

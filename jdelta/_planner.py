@@ -19,12 +19,13 @@ from jdelta._items import Items
 from jdelta._measure import Measurement, measure
 from jdelta._peak import Timeline
 from jdelta._policy import Policy
+from jdelta._region import Grouping
 from jdelta._solution import Outcome
 from jdelta._solver.base import Solver
 
-_known: dict[Any, dict[Policy, tuple[float, int]]] = {}
-"""Overhead and compiled peak of each plan compiled so far, for each program: a plan found for a
-small budget is never missed by a larger one."""
+_known: dict[Any, dict[tuple[Grouping, Policy], tuple[float, int]]] = {}
+"""Overhead and compiled peak of each plan compiled so far, by grouping and policy,
+for each program: a plan found for a small budget is never missed by a larger one."""
 
 MOST_COMPILES = 4
 OUTLIER = 1.5
@@ -47,6 +48,14 @@ compiled next is the floor."""
 
 CLOSE = 0.02
 """Part of the budget that a candidate may leave, by its prediction."""
+
+GROUPS = {"cuda": (2, 3, 4), "tpu": (2, 3, 4)}
+"""By platform, layers that an iteration of a loop may run; more would make larger programs for less
+and less. XLA:CPU keeps what the layers of an iteration make till its end: 28 % over the prediction
+with four."""
+
+WORTH = 0.005
+"""Part of the regions' forward pass that more layers in an iteration must save to be worth it."""
 
 GOOD_USE = 0.97
 """Share of the budget that a plan should use before the search for a faster one ends."""
@@ -117,31 +126,78 @@ class Search:
         regions: Mapping[str, int],
         solver: Solver,
         fingerprint: str,
+        before: Search | None = None,
     ):
+        """Begin a search.
+
+        Args:
+            step: The step.
+            items: What is to be decided.
+            regions: From its regions to the number of loops around each.
+            solver: What decides.
+            fingerprint: Digest of the step.
+            before: The search for the same step with its loops as they are.
+        """
         self.step = step
         self.items = items
         self.regions = regions
         self.solver = solver
         pins = frozenset(items.pinned.items())
         key = (fingerprint, step.target.name, step.donate, items.problem, pins)
-        self._known = _known.setdefault(key, {})
-        self.compiles = 0
+        self._known = before._known if before else _known.setdefault(key, {})
         self._errors: dict[int, int] = {}
         self._emitted: dict[Policy | None, Emission] = {}
+        self.compiles = before.compiles if before else 0
+        self._plain = before._plain if before else self._of_plain()
+        everything = self.items.decisions([Decision.RECOMPUTE] * len(items.problem.items))
+        self._twice = items.overhead(everything) if step.grouping.nested else 0.0
 
-    def run(self, budget: Budget) -> Found:
-        """Find a plan within the budget.
+    def bound(self, budget: Budget) -> int:
+        """The budget in bytes; the plain step is compiled if it is a share, or may fit."""
+        if budget.share is not None or self._may_fit(budget):
+            self._plain = self._compile(self._plain)
+        return budget.bytes or int((budget.share or 1.0) * self._plain.peak)
+
+    def plain_fits(self, bound: int) -> bool:
+        """Whether the plain step is the plan."""
+        wanted = set(self.items.pinned.values()) - {Decision.SAVE}
+        return self._plain.measurement is not None and self._plain.peak <= bound and not wanted
+
+    def best_grouping(self, bound: int, trips: Mapping[str, int]) -> Grouping:
+        """How loops over layers should be run to use the budget well.
+
+        Args:
+            bound: The budget in bytes.
+            trips: From each region in a loop to how often it runs in a step.
+        """
+        capacity = max(0.0, float(bound - self._floor().predicted))
+        seconds: dict[Grouping, float] = {}
+        for layers in (1, *GROUPS.get(self.step.target.platform, ())):
+            apart = {name for name, count in trips.items() if count % layers == 0 < count - layers}
+            problem = replace(self.items.in_parts(layers, apart), capacity=capacity)
+            seconds[Grouping(layers)] = problem.overhead(self.solver.solve(problem).decisions)
+        least = min(seconds.values())
+        known = self.known_grouping(bound, least)
+        if known:
+            return known
+        enough = least + WORTH * sum(item.seconds for item in self.items.problem.items)
+        return next(grouping for grouping, s in seconds.items() if s <= enough)
+
+    def known_grouping(self, bound: int, seconds: float) -> Grouping | None:
+        """That of the quickest plan compiled so far that fits, if it adds less than ``seconds``."""
+        fitting = ((s, g) for (g, _), (s, peak) in self._known.items() if peak <= bound)
+        least, grouping = min(fitting, key=lambda known: known[0], default=(math.inf, None))
+        return grouping if least < seconds else None
+
+    def run(self, bound: int) -> Found:
+        """Find a plan within the budget, in bytes.
 
         Raises:
             BudgetError: The budget is below the least peak that the step can reach.
             OffloadError: What the user pinned to the host is not there in the compiled program.
         """
-        plain = self._plain()
-        if budget.share is not None or self._may_fit(plain, budget):
-            plain = self._compile(plain)
-        bound = budget.bytes or int((budget.share or 1.0) * plain.peak)
-        wanted = set(self.items.pinned.values()) - {Decision.SAVE}
-        if plain.measurement and plain.peak <= bound and not wanted:
+        plain = self._plain
+        if self.plain_fits(bound):
             return Found(plain, bound, plain.peak, plain.peak, (), self.compiles)
         best, floor = self._improve(bound)
         estimates = {"floor": floor, "ceiling": plain}
@@ -228,12 +284,12 @@ class Search:
         """The fastest plan that was compiled for another budget and fits this one too."""
         fitting = [
             (overhead, index)
-            for index, (overhead, peak) in enumerate(self._known.values())
-            if peak <= bound
+            for index, ((grouping, _), (overhead, peak)) in enumerate(self._known.items())
+            if peak <= bound and grouping == self.step.grouping
         ]
         if not fitting:
             return None
-        policy = list(self._known)[min(fitting)[1]]
+        policy = list(self._known)[min(fitting)[1]][1]
         decisions = {r.name: policy.decision(r.name) for r in self.items.residuals}
         if decisions == floor.decisions:
             return None
@@ -281,10 +337,10 @@ class Search:
         self, decisions: Mapping[str, Decision], outcome: Outcome, policy: Policy
     ) -> Candidate:
         emission = self._emit(policy)
-        overhead = self.items.overhead(decisions)
+        overhead = self.items.overhead(decisions) + self._twice
         return Candidate(decisions, overhead, emission, self._predict(emission), outcome)
 
-    def _plain(self) -> Candidate:
+    def _of_plain(self) -> Candidate:
         emission = self._emit(None)
         return Candidate(None, 0.0, emission, self._predict(emission))
 
@@ -304,7 +360,8 @@ class Search:
             recompute = self.items.recompute_seconds(candidate.decisions)
             candidate = replace(candidate, overhead=recompute + measurement.overlap.exposed)
         if candidate.emission.policy is not None and not self._offload_failed(candidate):
-            self._known[candidate.emission.policy] = candidate.overhead, measurement.peak
+            key = self.step.grouping, candidate.emission.policy
+            self._known[key] = candidate.overhead, measurement.peak
         return candidate
 
     def _offload_failed(self, candidate: Candidate) -> bool:
@@ -353,9 +410,9 @@ class Search:
             return candidate.peak
         return self._predict(candidate.emission)
 
-    def _may_fit(self, plain: Candidate, budget: Budget) -> bool:
+    def _may_fit(self, budget: Budget) -> bool:
         """Whether compiling the plain step is worth it: the simulation is some 15 % off."""
-        return budget.bytes is not None and plain.predicted <= 1.15 * budget.bytes
+        return budget.bytes is not None and self._plain.predicted <= 1.15 * budget.bytes
 
 
 def _margin(excess: int, bound: int, *, safe: bool) -> int:

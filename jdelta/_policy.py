@@ -138,6 +138,7 @@ class Policy:
             raise PlanMismatchError(
                 f"The plan decides differently for {sorted(call + inner for call in calls)[:3]}…, "
                 f"and a policy alone cannot tell the calls of {name.region!r} apart. Use plan.jit "
-                "or jdelta.jit, or name each call: jdelta.remat(block, name=f'block_{i}')."
+                "or jdelta.jit, or name each call: jdelta.remat(block, name=f'block_{i}'); for "
+                "layers of a scan plan with per_layer=False."
             )
         return min(calls) + inner

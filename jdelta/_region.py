@@ -7,6 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -31,6 +32,23 @@ class RegionPolicy(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Grouping:
+    """How loops over layers are run (``_groups.py``).
+
+    Attributes:
+        layers: How many layers one iteration runs.
+        nested: Whether these are a loop in the loop, under one more ``jax.checkpoint`` that keeps
+            what enters the first of them; else each is a region of its own.
+    """
+
+    layers: int
+    nested: bool = False
+
+
+AS_WRITTEN = Grouping(1)
+
+
 class Session:
     """One trace of a step: recording (no policy), or emitting a plan (its policy).
 
@@ -42,8 +60,11 @@ class Session:
         policy: What every region of the step is to do; None records the plain step.
         aliases: From a region's name while tracing to its name in the plan. Traces that JAX
             throws away (``nn.scan`` makes one) count calls too, so the two may differ.
-        called: Names of the regions called so far, while tracing.
         automatic: Whether the step has no marks, so that its regions are found in the program.
+        grouping: How its loops over layers are to be run.
+        called: Names of the regions called so far, while tracing.
+        loops: How many loops with regions in them were traced so far.
+        gradients: How many functions were differentiated so far.
         derivatives: For each differentiated region its JVP with names, and how many of the inputs
             of that are no tangents.
     """
@@ -54,11 +75,15 @@ class Session:
         aliases: Mapping[str, str] | None = None,
         *,
         automatic: bool = False,
+        grouping: Grouping = AS_WRITTEN,
     ):
         self.policy = policy
         self.aliases = aliases or {}
         self.automatic = automatic
+        self.grouping = grouping
         self.called: set[str] = set()
+        self.loops = 0
+        self.gradients = 0
         self.derivatives: dict[str, tuple[Any, int]] = {}
         self._calls: Counter[str] = Counter()
 

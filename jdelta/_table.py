@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jdelta._budget import format_bytes
 from jdelta._decision import Decision
+from jdelta._region import Grouping
 from jdelta._residual import Residual
+
+if TYPE_CHECKING:
+    from jdelta._plan import Plan
 
 _NUMBERED = re.compile(r"(?<=_)\d+(?=/|$)|(?<![^/])\d+(?=/|$)")
 _SMALL = 0.002
@@ -113,6 +118,46 @@ def _count(row: Row) -> str:
     """``×12`` unrolled regions, ``12 in loop`` iterations; nothing for a single one."""
     trips = f"{row.sample.count} in loop" if row.sample.count > 1 else ""
     return f"×{row.regions} {trips}".strip() if row.regions > 1 else trips
+
+
+def summary(plan: Plan) -> str:
+    """The figures of the whole step."""
+    lines = {
+        "target": plan.target,
+        "budget": format_bytes(plan.budget),
+        "compiled peak": f"{format_bytes(plan.compiled_peak)} "
+        f"(predicted {format_bytes(plan.predicted_peak)}; "
+        f"{_bound(plan, 'floor', 'floor')}, {_bound(plan, 'plain step', 'ceiling')})",
+        "on the host": _on_the_host(plan),
+        "loops": _loops(plan.grouping),
+        "overhead": f"{format_seconds(plan.overhead)} on a step of "
+        f"{format_seconds(plan.step_seconds)} (predicted, "
+        f"{100 * plan.overhead / (plan.step_seconds or 1):.1f} %)",
+        "result": plan.result,
+    }
+    return "\n".join(f"{label:<14}{text}" for label, text in lines.items() if text)
+
+
+def _bound(plan: Plan, label: str, field: str) -> str:
+    predicted = " predicted" if field in plan.estimates else ""
+    return f"{label} {format_bytes(getattr(plan, field))}{predicted}"
+
+
+def _on_the_host(plan: Plan) -> str:
+    if not plan.host_bytes:
+        return format_bytes(0)
+    seconds = plan.overlap.seconds_out + plan.overlap.seconds_in
+    return (
+        f"{format_bytes(plan.host_bytes)}; {format_seconds(seconds)} of transfers, "
+        f"{plan.overlap.hidden:.0%} of it behind compute (read in the compiled schedule)"
+    )
+
+
+def _loops(grouping: Grouping) -> str:
+    if grouping.layers == 1:
+        return ""
+    how = "under one more checkpoint" if grouping.nested else "each decided for by itself"
+    return f"{grouping.layers} layers in an iteration, {how}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -13,7 +13,7 @@ from jdelta._automatic import tracing
 from jdelta._errors import TraceError
 from jdelta._graph import Graph, Operation, graph_of
 from jdelta._naming import RegionName
-from jdelta._region import Session
+from jdelta._region import AS_WRITTEN, Grouping, Session
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,14 @@ class Trace:
         graph: The un-rematerialised step, with the names of its regions' values in it.
         regions: Its regions, in the order of the forward pass.
         automatic: Whether they were found in the program, since nothing is marked.
+        grouping: How its loops over layers are run.
         fingerprint: Digest of the program; equal programs have equal ones on every process.
     """
 
     graph: Graph
     regions: tuple[Region, ...]
     automatic: bool
+    grouping: Grouping
     fingerprint: str
 
     @property
@@ -68,15 +70,20 @@ class Trace:
         return self.aliases[name.region] + name.removeprefix(name.region)
 
 
-def trace(step_fn: Callable[..., Any], *args: Any) -> Trace:
+def trace(step_fn: Callable[..., Any], *args: Any, grouping: Grouping = AS_WRITTEN) -> Trace:
     """Stage a step and find its regions: those that are marked, or its own where none is.
+
+    Args:
+        step_fn: The step.
+        *args: Its arguments.
+        grouping: How its loops over layers are to be run.
 
     Raises:
         TraceError: The step takes no gradient, or none through a region.
     """
-    session, graph = _staged(step_fn, args, automatic=False)
+    session, graph = _staged(step_fn, args, Session(grouping=grouping))
     if not session.called:
-        session, graph = _staged(step_fn, args, automatic=True)
+        session, graph = _staged(step_fn, args, Session(automatic=True, grouping=grouping))
     found: dict[str, tuple[int, int]] = {}
     for op, trips, loops in walk(graph):
         if isinstance(op.name, RegionName) and op.name.loops == 0:
@@ -89,13 +96,12 @@ def trace(step_fn: Callable[..., Any], *args: Any) -> Trace:
         Region(names[traced], traced, *_derivative(session, traced), trips, loops)
         for traced, (trips, loops) in found.items()
     )
-    return Trace(graph, regions, session.automatic, _fingerprint(graph))
+    return Trace(graph, regions, session.automatic, grouping, _fingerprint(graph))
 
 
 def _staged(
-    step_fn: Callable[..., Any], args: tuple[Any, ...], *, automatic: bool
+    step_fn: Callable[..., Any], args: tuple[Any, ...], session: Session
 ) -> tuple[Session, Graph]:
-    session = Session(automatic=automatic)
     with tracing(session):
         return session, graph_of(jax.make_jaxpr(step_fn)(*args))
 

@@ -5,17 +5,17 @@ import dataclasses
 from jdelta._automatic import tracing
 from jdelta._items import items_of
 from jdelta._policy import Policy
-from jdelta._region import Session
+from jdelta._region import AS_WRITTEN, Session
 from jdelta._residual import residuals
 from jdelta._solver import Knapsack
 from jdelta._target import resolve
 from jdelta._trace import trace
 
 
-def planned(step, share, *args):
+def planned(step, share, *args, grouping=AS_WRITTEN):
     """The step's regions, and decisions that keep `share` of all residual bytes."""
     target = resolve("tpu:v5e:2x2")
-    found = trace(step, *args)
+    found = trace(step, *args, grouping=grouping)
     priced = [r for region in found.regions for r in residuals(region, target)]
     items = items_of(priced, target, 0.0, {})
     capacity = share * sum(item.bytes for item in items.problem.items if item.needed)
@@ -28,7 +28,8 @@ def under(found, decisions, fun):
     policy = Policy.of(decisions, found.loops, "tpu")
 
     def run(*args):
-        with tracing(Session(policy, found.aliases, automatic=found.automatic)):
+        session = Session(policy, found.aliases, automatic=found.automatic, grouping=found.grouping)
+        with tracing(session):
             return fun(*args)
 
     return run

@@ -1,0 +1,129 @@
+"""Loops in which one iteration runs several layers, so that these may have decisions of their own.
+
+What a loop keeps of its body it keeps of every iteration: under ``lax.scan`` all layers are decided
+alike. With some layers in an iteration every second (third, ...) layer is a region of its own. The
+loop over half of the layers reads the same stacked weights, viewed in another shape; two loops, one
+for each half, would need copies of them.
+
+Where even what enters each layer does not fit, the layers of an iteration are a loop of their own,
+of which only what enters the first is kept: nested checkpoints, for one more forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdelta import _jax
+from jdelta._naming import RegionName
+from jdelta._region import RegionPolicy, Session, is_inside
+
+
+def grouped(
+    scan: Callable[..., Any],
+    f: Callable[..., Any],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    **options: Any,
+) -> Any:
+    """``lax.scan`` with as many layers in an iteration as the session says, where that works.
+
+    Args:
+        scan: The plain ``lax.scan``.
+        f: As there, like all that follows.
+        init: The carry before the first layer.
+        xs: What each layer has a row of.
+        length: Number of layers; default: that of the rows.
+        reverse: Whether the last layer comes first.
+        unroll: Any but 1 leaves the loop as it is.
+        **options: Other arguments of ``lax.scan``.
+    """
+    session: Session | None = _jax.current_session()
+    plain = functools.partial(scan, f, init, xs, length, reverse, unroll, **options)
+    if session is None or is_inside():
+        return plain()
+    regions = len(session.called)
+    count = len(jax.tree.leaves(xs)[0]) if length is None else length
+    if (
+        unroll == 1
+        and count > session.grouping.layers > 1
+        and count % session.grouping.layers == 0
+        and _is_stack(f, init, xs, session)
+    ):
+        views = jax.tree.map(lambda x: _split(x, session.grouping.layers), xs)
+        several = _several(functools.partial(scan, **options), f, reverse, session)
+        length = count // session.grouping.layers
+        carry, ys = scan(several, init, views, length, reverse, **options)
+        results = carry, jax.tree.map(lambda y: jnp.reshape(y, (count, *y.shape[2:])), ys)
+    else:
+        results = plain()
+    session.loops += len(session.called) > regions
+    return results
+
+
+def _is_stack(f: Callable[..., Any], init: Any, xs: Any, session: Session) -> bool:
+    """Whether regions run in the loop's own body, and the gradient is taken outside of it.
+
+    A loop over micro-batches keeps nothing from one to the next: there is nothing to decide.
+    """
+    trial = Session(automatic=session.automatic)
+
+    def one(carry: Any, xs: Any) -> Any:
+        return f(carry, jax.tree.map(lambda x: x[0], xs))
+
+    with _jax.session_context(trial):
+        jax.eval_shape(one, init, xs)
+    return bool(trial.called) and not trial.loops and not trial.gradients
+
+
+def _several(
+    scan: Callable[..., Any], f: Callable[..., Any], reverse: bool, session: Session
+) -> Callable[..., Any]:
+    """The body of a loop that runs several layers in an iteration."""
+    count, policy = session.grouping.layers, session.policy
+
+    def nested(carry: Any, rows: Any) -> Any:
+        return scan(f, carry, rows, count, reverse)
+
+    def in_turn(carry: Any, rows: Any) -> Any:
+        made: list[Any] = [None] * count
+        for i in reversed(range(count)) if reverse else range(count):
+            row = jax.tree.map(functools.partial(lax.index_in_dim, index=i, keepdims=False), rows)
+            carry, made[i] = f(carry, row)
+        return carry, jax.tree.map(lambda *ys: jnp.stack(ys), *made)
+
+    if not session.grouping.nested:
+        return in_turn
+    if policy is None:
+        return nested
+    return jax.checkpoint(nested, policy=_WithoutInputs(policy), prevent_cse=False)
+
+
+@dataclass(frozen=True)
+class _WithoutInputs:
+    """A plan's policy, but that what enters a region is not kept.
+
+    Attributes:
+        policy: The policy.
+    """
+
+    policy: RegionPolicy
+
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+        name = params.get("name")
+        if isinstance(name, RegionName) and name.is_input:
+            return False
+        return self.policy(prim, *avals, **params)
+
+
+def _split(x: Any, count: int) -> Any:
+    return jnp.reshape(x, (len(x) // count, count, *x.shape[1:]))

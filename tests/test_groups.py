@@ -1,0 +1,215 @@
+"""Layers of a scan that are decided differently."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdelta
+from jdelta import BudgetError, Decision, PlanMismatchError, _jax, _rows
+from jdelta._policy import Policy
+from jdelta._region import Grouping
+from jdelta._residual import residuals
+from jdelta._target import resolve
+from jdelta._trace import trace
+from tests.frameworks import LAYERS, STEPS, block, mean_square, plain
+from tests.planning import planned, under
+
+SCANNED = sorted(STEPS.keys() - {"U-Net"})
+
+
+def loops(program):
+    """The loops of a program, calls inlined."""
+    return [e for e in _jax.inline(program).eqns if e.primitive.name == "scan"]
+
+
+def halves(found):
+    """Decisions that keep all of the first layer of an iteration, and nothing of the others."""
+    target = resolve("tpu:v5e:2x2")
+    regions = [r for r in found.regions if r.loops]
+    first = {r.name for r in regions if r.name.endswith("_0")}
+    assert 0 < len(first) < len(regions)
+    return {
+        value.name: Decision.SAVE if region.name in first else Decision.RECOMPUTE
+        for region in found.regions
+        for value in residuals(region, target)
+    }
+
+
+def assert_equal(got, expected):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("group", [2, 3])
+@pytest.mark.parametrize("framework", SCANNED)
+def test_results_equal_the_plain_step(framework, group):
+    step, args = STEPS[framework](64, 32, scan=True)
+    found = trace(step, *args, grouping=Grouping(group))
+    run = jax.jit(under(found, halves(found), step))
+    assert {e.params["length"] for e in loops(run.trace(*args).jaxpr)} == {LAYERS // group}
+    assert_equal(run(*args), jax.jit(step)(*args))
+
+
+def stack(layer, **options):
+    """A step over a marked layer that hands on a carry and gives a row of results."""
+
+    def loss(ws, x):
+        x, ys = jax.lax.scan(jdelta.remat(layer), x, ws, **options)
+        return mean_square(x) + mean_square(ys * jnp.arange(len(ys))[:, None])
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+def layer(x, w):
+    h = jnp.tanh(x @ w)
+    return x + jnp.sin(h @ w), jnp.cos(h).sum(0)
+
+
+ARGS = (
+    jnp.linspace(-1.0, 1.0, 6 * 8 * 8).reshape(6, 8, 8),
+    jnp.linspace(-2.0, 1.0, 64).reshape(8, 8),
+)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_order_and_results_of_every_layer(group, reverse):
+    step = stack(layer, reverse=reverse)
+    found = trace(step, *ARGS, grouping=Grouping(group))
+    assert len(found.regions) == group
+    decisions = halves(found) if group > 1 else planned(step, 0.5, *ARGS)[1]
+    assert_equal(jax.jit(under(found, decisions, step))(*ARGS), jax.jit(step)(*ARGS))
+
+
+def test_a_loop_without_rows():
+    def step(w, x):
+        def loss(w):
+            run = jdelta.remat(lambda x, _: (jnp.tanh(x @ w), None))
+            return mean_square(jax.lax.scan(run, x, length=4)[0])
+
+        return jax.value_and_grad(loss)(w)
+
+    args = ARGS[0][0], ARGS[1]
+    found = trace(step, *args, grouping=Grouping(2))
+    assert [r.trips for r in found.regions] == [2, 2]
+    assert_equal(jax.jit(under(found, halves(found), step))(*args), step(*args))
+
+
+@pytest.mark.parametrize(("layers", "options"), [(5, {}), (2, {}), (6, {"unroll": 2})])
+def test_what_cannot_be_grouped_stays(layers, options):
+    step = stack(layer, **options)
+    found = trace(step, ARGS[0][:layers], ARGS[1], grouping=Grouping(2))
+    assert [region.trips for region in found.regions] == [layers]
+
+
+def test_a_loop_over_micro_batches_stays():
+    """Its gradients are taken inside: it keeps nothing from one iteration to the next."""
+    grad = stack(layer)
+
+    def step(ws, xs):
+        add = functools.partial(jax.tree.map, jnp.add)
+        return jax.lax.scan(lambda g, x: (add(g, grad(ws, x)[1][0]), None), 0 * ws, xs)[0]
+
+    args = ARGS[0], jnp.stack([ARGS[1]] * 4)
+    found = trace(step, *args, grouping=Grouping(2))
+    assert [(r.trips, r.loops) for r in found.regions] == [(12, 2), (12, 2)]  # 4 of 3 pairs
+    got = jax.jit(under(found, halves(found), step))(*args)
+    np.testing.assert_allclose(got, step(*args), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_weights_are_not_stacked_again(marked):
+    """The parts of rows that both layers of an iteration take are no values to keep."""
+    step, args = plain(64, 512, scan=True)
+    if marked:
+
+        def step(ws, x, key):
+            def loss(ws):
+                keys = jax.random.split(key, LAYERS)
+                run = jdelta.remat(lambda x, wk: (block(wk[0], x, wk[1]), None))
+                return mean_square(jax.lax.scan(run, x, (ws, keys))[0])
+
+            return jax.grad(loss)(ws)
+
+    found = trace(step, *args, grouping=Grouping(2))
+    weights = sum(w.nbytes for w in args[0])
+    traced = jax.make_jaxpr(under(found, halves(found), step))(*args)
+    again = functools.partial(_rows.evaluate, _jax.inline(traced))
+    again = jax.make_jaxpr(again)(*jax.tree.leaves(args))
+    kept, left = (sum(map(_jax.bytes_of, loops(p)[0].outvars)) for p in (traced, again))
+    assert left <= kept - weights
+
+
+# Plans
+
+
+def test_a_plan_with_layers_apart_is_a_file_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("jdelta._planner.Search.best_grouping", lambda *_: Grouping(2))
+    step, args = plain(2048, 64, scan=True)
+    plan = jdelta.plan(step, 0.8, *args)
+    assert plan.grouping == Grouping(2)
+    plan.save(str(tmp_path / "plan.json"))
+    loaded = jdelta.load(str(tmp_path / "plan.json"))
+    assert loaded == plan
+    assert_equal(loaded.jit(step)(*args), step(*args))
+
+
+def test_layers_apart_are_too_much_for_a_policy_alone():
+    step = stack(layer)
+    found = trace(step, *ARGS, grouping=Grouping(2))
+    policy = Policy.of(halves(found), found.loops, "tpu")
+    run = jdelta.remat(layer, policy=policy)
+    with pytest.raises(PlanMismatchError, match="per_layer=False"):
+        jax.grad(lambda ws: mean_square(jax.lax.scan(run, ARGS[1], ws)[0]))(ARGS[0])
+
+
+@pytest.mark.compiler
+def test_a_budget_is_used_that_no_decision_for_all_layers_could_use():
+    step, args = plain(32768, 512, scan=True)
+    plans = [
+        jdelta.plan(step, 0.5, *args, target="tpu:v5e:2x2", per_layer=per_layer)
+        for per_layer in (False, True)
+    ]
+    assert plans[0].grouping.layers == 1 < plans[1].grouping.layers
+    assert all(plan.compiled_peak <= plan.budget for plan in plans)
+    used = [plan.compiled_peak / plan.budget for plan in plans]
+    assert used[0] < 0.9
+    assert used[1] > 0.95
+    assert plans[1].overhead < 0.8 * plans[0].overhead
+
+
+# Nested
+
+
+@pytest.mark.parametrize("framework", SCANNED)
+def test_nested_results_equal_the_plain_step(framework):
+    step, args = STEPS[framework](64, 32, scan=True)
+    found = trace(step, *args, grouping=Grouping(3, nested=True))
+    in_loops = [r for r in found.regions if r.loops]
+    assert {(r.trips, r.loops) for r in in_loops} == {(LAYERS, 2)}
+    values = [v.name for r in found.regions for v in residuals(r, resolve("tpu:v5e:2x2"))]
+    run = jax.jit(under(found, dict.fromkeys(values, Decision.RECOMPUTE), step))
+    assert {e.params["length"] for e in loops(run.trace(*args).jaxpr)} == {LAYERS // 3}
+    assert_equal(run(*args), jax.jit(step)(*args))
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("tpu:v5e:2x2", marks=pytest.mark.compiler)])
+def test_nested_checkpoints_reach_below_the_floor(target):
+    """With nothing on the host, recompute cannot do without what enters each layer."""
+    step = stack(layer)
+    rows, width = (512, 64) if target == "cpu" else (65536, 256)
+    args = jax.ShapeDtypeStruct((36, width, width), "f4"), jax.ShapeDtypeStruct((rows, width), "f4")
+    plan = functools.partial(jdelta.plan, step, target=target, host_budget=0)
+    with pytest.raises(BudgetError) as floor:
+        plan("1MiB", *args, per_layer=False)
+    with pytest.raises(BudgetError) as nested:
+        plan("1MiB", *args)
+    assert nested.value.floor < 0.8 * floor.value.floor
+    least, more = (plan(error.value.floor, *args) for error in (nested, floor))
+    assert least.grouping == Grouping(6, nested=True)
+    assert least.compiled_peak <= nested.value.floor
+    assert not more.grouping.nested
+    assert more.overhead < 0.6 * least.overhead
