@@ -126,6 +126,7 @@ class Search:
         regions: Mapping[str, int],
         solver: Solver,
         fingerprint: str,
+        splitting: float,
         before: Search | None = None,
     ):
         """Begin a search.
@@ -136,6 +137,7 @@ class Search:
             regions: From its regions to the number of loops around each.
             solver: What decides.
             fingerprint: Digest of the step.
+            splitting: Seconds that several layers in an iteration add to the step.
             before: The search for the same step with its loops as they are.
         """
         self.step = step
@@ -149,8 +151,11 @@ class Search:
         self._emitted: dict[Policy | None, Emission] = {}
         self.compiles = before.compiles if before else 0
         self._plain = before._plain if before else self._of_plain()
-        everything = self.items.decisions([Decision.RECOMPUTE] * len(items.problem.items))
-        self._twice = items.overhead(everything) if step.grouping.nested else 0.0
+        self._splitting = splitting
+        self._extra = splitting if step.grouping.layers > 1 else 0.0
+        if step.grouping.nested:
+            everything = items.decisions([Decision.RECOMPUTE] * len(items.problem.items))
+            self._extra += items.overhead(everything)
 
     def bound(self, budget: Budget) -> int:
         """The budget in bytes; the plain step is compiled if it is a share, or may fit."""
@@ -175,7 +180,8 @@ class Search:
         for layers in (1, *GROUPS.get(self.step.target.platform, ())):
             apart = {name for name, count in trips.items() if count % layers == 0 < count - layers}
             problem = replace(self.items.in_parts(layers, apart), capacity=capacity)
-            seconds[Grouping(layers)] = problem.overhead(self.solver.solve(problem).decisions)
+            added = problem.overhead(self.solver.solve(problem).decisions)
+            seconds[Grouping(layers)] = added + (self._splitting if layers > 1 else 0.0)
         least = min(seconds.values())
         known = self.known_grouping(bound, least)
         if known:
@@ -337,7 +343,7 @@ class Search:
         self, decisions: Mapping[str, Decision], outcome: Outcome, policy: Policy
     ) -> Candidate:
         emission = self._emit(policy)
-        overhead = self.items.overhead(decisions) + self._twice
+        overhead = self.items.overhead(decisions) + self._extra
         return Candidate(decisions, overhead, emission, self._predict(emission), outcome)
 
     def _of_plain(self) -> Candidate:
@@ -358,7 +364,8 @@ class Search:
         candidate = replace(candidate, measurement=measurement, compiled=compiled)
         if candidate.decisions is not None and measurement.host:
             recompute = self.items.recompute_seconds(candidate.decisions)
-            candidate = replace(candidate, overhead=recompute + measurement.overlap.exposed)
+            seconds = recompute + measurement.overlap.exposed + self._extra
+            candidate = replace(candidate, overhead=seconds)
         if candidate.emission.policy is not None and not self._offload_failed(candidate):
             key = self.step.grouping, candidate.emission.policy
             self._known[key] = candidate.overhead, measurement.peak
@@ -393,7 +400,8 @@ class Search:
             item.bytes for item in self.items.problem.items if decisions[item.name] is Decision.SAVE
         )
         solution = self.solver.solve(replace(near.problem, capacity=kept))
-        return self.items.overhead(near.decisions(solution.decisions)) < candidate.overhead
+        seconds = self.items.overhead(near.decisions(solution.decisions)) + self._extra
+        return seconds < candidate.overhead
 
     def _predict(self, emission: Emission) -> int:
         """Simulated peak, corrected by what was compiled."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jdelta import _jax
 from jdelta._automatic import tracing
 from jdelta._errors import TraceError
 from jdelta._graph import Graph, Operation, graph_of
@@ -65,6 +66,11 @@ class Trace:
         """From the name of each region in plans to the number of loops around it."""
         return {region.name: region.loops for region in self.regions}
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of what the layers of loops have rows of: their weights."""
+        return _row_bytes(self.graph)
+
     def plan_name(self, name: RegionName) -> str:
         """The name in plans of a value."""
         return self.aliases[name.region] + name.removeprefix(name.region)
@@ -117,6 +123,24 @@ def walk(graph: Graph, trips: int = 1, loops: int = 0) -> Iterator[tuple[Operati
         yield op, trips, loops
         if op.body is not None:
             yield from walk(op.body, trips * op.trips, loops + 1)
+
+
+def _row_bytes(graph: Graph) -> int:
+    """Of the innermost loops that regions are in."""
+    total = 0
+    for op in graph.operations:
+        if op.body is None or op.backward:
+            continue
+        inside = _row_bytes(op.body)
+        if not inside and op.primitive == "scan" and _has_region(op.body):
+            rows = op.inputs[sum(_jax.scan_counts(op.params)) :]
+            inside = sum(graph.values[v].bytes for v in rows)
+        total += inside
+    return total
+
+
+def _has_region(graph: Graph) -> bool:
+    return any(isinstance(op.name, RegionName) for op in graph.operations)
 
 
 def _check(session: Session, found: dict[str, Any]) -> None:

@@ -167,18 +167,20 @@ def test_layers_apart_are_too_much_for_a_policy_alone():
 
 
 @pytest.mark.compiler
-def test_a_budget_is_used_that_no_decision_for_all_layers_could_use():
+def test_a_budget_is_used_that_one_decision_for_all_layers_leaves():
     step, args = plain(32768, 512, scan=True)
-    plans = [
-        jdelta.plan(step, 0.5, *args, target="tpu:v5e:2x2", per_layer=per_layer)
-        for per_layer in (False, True)
-    ]
-    assert plans[0].grouping.layers == 1 < plans[1].grouping.layers
-    assert all(plan.compiled_peak <= plan.budget for plan in plans)
-    used = [plan.compiled_peak / plan.budget for plan in plans]
-    assert used[0] < 0.9
-    assert used[1] > 0.95
-    assert plans[1].overhead < 0.8 * plans[0].overhead
+    better: list[bool] = []
+    for share in (0.5, 0.4):
+        apart, alike = (
+            jdelta.plan(step, share, *args, target="tpu:v5e:2x2", per_layer=per_layer)
+            for per_layer in (True, False)
+        )
+        assert alike.grouping.layers == 1
+        assert max(alike.compiled_peak, apart.compiled_peak) <= apart.budget
+        used = apart.compiled_peak >= 0.97 * apart.budget
+        better.append(used and apart.overhead < 0.9 * alike.overhead)
+        assert apart.grouping.layers > 1 or not better[-1]
+    assert any(better)
 
 
 # Nested
