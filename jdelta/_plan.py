@@ -12,18 +12,17 @@ from typing import Any, overload
 import jax
 
 from jdelta import _file
-from jdelta._boundary import with_boundaries
 from jdelta._budget import format_bytes, parse_budget, parse_host_budget
 from jdelta._cost import program_seconds
 from jdelta._decision import Decision
 from jdelta._emit import Step, emit
 from jdelta._errors import BudgetError, PlanMismatchError, TargetError
-from jdelta._items import items_of
+from jdelta._layers import Planning
 from jdelta._measure import Measurement, measure
 from jdelta._overlap import Overlap
-from jdelta._planner import Found, Search
+from jdelta._planner import Found
 from jdelta._policy import Policy
-from jdelta._region import AS_WRITTEN, Grouping
+from jdelta._region import Grouping
 from jdelta._residual import Residual
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
@@ -33,10 +32,6 @@ from jdelta._trace import Trace, trace
 
 MARGIN = 0.05
 """Share of a target's memory left to allocator and runtime when no budget is given."""
-
-ROW_PASSES = 6
-"""Times that what layers have rows of passes through memory more if an iteration runs several: 5.4
-by the instructions of a compiled GPT-2 (jax 0.12.0.1, cuda:h100, three layers)."""
 
 _NO_PINS: Mapping[str, Decision | str] = MappingProxyType({})
 _SOLVERS: Mapping[str, Solver] = {"knapsack": Knapsack(), "milp": Milp()}
@@ -413,46 +408,21 @@ def _plan(
     placed = where.abstract(args)
     host_room = _host_capacity(host_budget, where)
 
-    def search_of(found: Trace, before: Search | None = None) -> Search:
-        items = items_of(with_boundaries(found, where), where, host_room, pin)
+    def traced(grouping: Grouping) -> Trace:
+        return trace(step_fn, *placed, grouping=grouping)
+
+    def step(found: Trace) -> Step:
         aliases, automatic = found.aliases, found.automatic
-        step = Step(step_fn, placed, donate_argnums, where, aliases, automatic, found.grouping)
-        splitting = ROW_PASSES * found.row_bytes / where.rates.bandwidth
-        return Search(step, items, found.loops, solver, found.fingerprint, splitting, before)
+        return Step(step_fn, placed, donate_argnums, where, aliases, automatic, found.grouping)
 
-    def grouped(grouping: Grouping) -> tuple[Trace, Search]:
-        found = trace(step_fn, *placed, grouping=grouping)
-        return found, search_of(found, search)
-
-    found = trace(step_fn, *placed)
-    search = search_of(found)
-    most = search.bound(bound)
-    trips = {r.name: r.trips for r in found.regions if r.loops} if per_layer and not pin else {}
-    if trips and not search.plain_fits(most):
-        grouping = search.best_grouping(most, trips)
-        if grouping != AS_WRITTEN:
-            found, search = grouped(grouping)
-    try:
-        result = search.run(most)
-    except BudgetError as error:
-        layers = _near_root(max(trips.values(), default=1))
-        if layers == 1:
-            raise
-        found, search = grouped(Grouping(layers, nested=True))
-        try:
-            result = search.run(most)
-        except BudgetError as nested:
-            raise min(error, nested, key=lambda e: e.floor or math.inf) from None
-    other = search.known_grouping(most, result.best.overhead) if trips else None
-    if other and other != found.grouping:
-        found, search = grouped(other)
-        result = search.run(most)
+    planned = Planning(traced, step, host_room, pin, solver, per_layer).result(bound)
+    found, result = planned.trace, planned.found
     best = result.best
     measurement: Measurement | None = best.measurement
     assert measurement is not None
     return Plan(
         policy=best.emission.policy,
-        residuals=search.items.residuals,
+        residuals=planned.search.items.residuals,
         budget=result.budget,
         predicted_peak=best.predicted,
         compiled_peak=best.peak,
@@ -474,12 +444,6 @@ def _plan(
         _args=placed,
         _compiled=best.compiled,
     )
-
-
-def _near_root(count: int) -> int:
-    """The divisor of a number that is nearest to its square root, itself left out."""
-    divisors = (d for d in range(1, count) if count % d == 0)
-    return min(divisors, key=lambda d: abs(math.log(d * d / count)), default=1)
 
 
 def _result(found: Found) -> str:

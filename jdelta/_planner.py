@@ -28,6 +28,9 @@ _known: dict[Any, dict[tuple[Grouping, Policy], tuple[float, int]]] = {}
 for each program: a plan found for a small budget is never missed by a larger one."""
 
 MOST_COMPILES = 4
+EARLY = 3
+"""Compiles after which more layers in an iteration are thought of, if the budget is not used."""
+
 OUTLIER = 1.5
 """Times its prediction at which a compiled peak says nothing about other candidates."""
 
@@ -110,6 +113,11 @@ class Found:
     estimates: tuple[str, ...]
     compiles: int
 
+    @property
+    def is_good(self) -> bool:
+        """Whether the budget is used, or nothing is left to use it for."""
+        return self.best.peak >= GOOD_USE * self.budget or not self.best.overhead
+
 
 class Search:
     """One search. Compiled peaks of planned steps correct the simulated ones of later candidates.
@@ -138,7 +146,8 @@ class Search:
             solver: What decides.
             fingerprint: Digest of the step.
             splitting: Seconds that several layers in an iteration add to the step.
-            before: The search for the same step with its loops as they are.
+            before: The search for the same step with its loops as they are. Where that has a plan,
+                this one may end without.
         """
         self.step = step
         self.items = items
@@ -147,10 +156,11 @@ class Search:
         pins = frozenset(items.pinned.items())
         key = (fingerprint, step.target.name, step.donate, items.problem, pins)
         self._known = before._known if before else _known.setdefault(key, {})
-        self._errors: dict[int, int] = {}
+        self._errors = dict(before._errors) if before else {}
         self._emitted: dict[Policy | None, Emission] = {}
         self.compiles = before.compiles if before else 0
         self._plain = before._plain if before else self._of_plain()
+        self._may_fail = before is not None and not step.grouping.nested
         self._splitting = splitting
         self._extra = splitting if step.grouping.layers > 1 else 0.0
         if step.grouping.nested:
@@ -168,25 +178,24 @@ class Search:
         wanted = set(self.items.pinned.values()) - {Decision.SAVE}
         return self._plain.measurement is not None and self._plain.peak <= bound and not wanted
 
-    def best_grouping(self, bound: int, trips: Mapping[str, int]) -> Grouping:
-        """How loops over layers should be run to use the budget well.
+    def better_grouping(self, found: Found, trips: Mapping[str, int]) -> Grouping | None:
+        """How loops over layers should be run to be quicker within the budget, if there is a way.
 
         Args:
-            bound: The budget in bytes.
+            found: What was found with the loops as they are.
             trips: From each region in a loop to how often it runs in a step.
         """
-        capacity = max(0.0, float(bound - self._floor().predicted))
+        capacity = max(0.0, float(found.budget - self._floor().predicted))
         seconds: dict[Grouping, float] = {}
-        for layers in (1, *GROUPS.get(self.step.target.platform, ())):
+        for layers in GROUPS[self.step.target.platform]:
             apart = {name for name, count in trips.items() if count % layers == 0 < count - layers}
             problem = replace(self.items.in_parts(layers, apart), capacity=capacity)
             added = problem.overhead(self.solver.solve(problem).decisions)
-            seconds[Grouping(layers)] = added + (self._splitting if layers > 1 else 0.0)
-        least = min(seconds.values())
-        known = self.known_grouping(bound, least)
-        if known:
-            return known
-        enough = least + WORTH * sum(item.seconds for item in self.items.problem.items)
+            seconds[Grouping(layers)] = added + self._splitting
+        worth = WORTH * sum(item.seconds for item in self.items.problem.items)
+        enough = min(seconds.values()) + worth
+        if enough > found.best.overhead:
+            return None
         return next(grouping for grouping, s in seconds.items() if s <= enough)
 
     def known_grouping(self, bound: int, seconds: float) -> Grouping | None:
@@ -195,8 +204,12 @@ class Search:
         least, grouping = min(fitting, key=lambda known: known[0], default=(math.inf, None))
         return grouping if least < seconds else None
 
-    def run(self, bound: int) -> Found:
-        """Find a plan within the budget, in bytes.
+    def run(self, bound: int, most: int = MOST_COMPILES) -> Found:
+        """Find a plan within the budget.
+
+        Args:
+            bound: The budget in bytes.
+            most: Compiles after which the best plan so far has to do.
 
         Raises:
             BudgetError: The budget is below the least peak that the step can reach.
@@ -205,7 +218,7 @@ class Search:
         plain = self._plain
         if self.plain_fits(bound):
             return Found(plain, bound, plain.peak, plain.peak, (), self.compiles)
-        best, floor = self._improve(bound)
+        best, floor = self._improve(bound, most)
         estimates = {"floor": floor, "ceiling": plain}
         return Found(
             best,
@@ -247,7 +260,7 @@ class Search:
         self.items = near
         return floor
 
-    def _improve(self, bound: int) -> tuple[Candidate, Candidate]:
+    def _improve(self, bound: int, most: int) -> tuple[Candidate, Candidate]:
         """The best plan found for the budget, and the floor.
 
         The floor is compiled only where it is in doubt that it fits, and where nothing else does.
@@ -256,11 +269,11 @@ class Search:
         if floor.predicted > SURELY_BELOW * bound:
             floor = best = self._compiled_floor(bound)
         known = self._remembered(bound, floor)
-        most = MOST_COMPILES - (known is not None)
+        most -= known is not None
         excess = 0
         while self.compiles < most:
             last = self.compiles == most - 1
-            if best is None and (last or excess > LOST * bound):
+            if best is None and not self._may_fail and (last or excess > LOST * bound):
                 floor = best = self._compiled_floor(bound)
                 continue
             goal = bound - _margin(excess, bound, safe=last and best is floor)
@@ -282,6 +295,8 @@ class Search:
                     break
         if known and (best is None or known.overhead < best.overhead):
             return self._compile(known), floor
+        if best is None and self._may_fail:
+            raise BudgetError(f"No plan within {format_bytes(bound)} after {most} compiles.")
         if best is None:
             floor = best = self._compiled_floor(bound)
         return best, floor
