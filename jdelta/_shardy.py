@@ -23,6 +23,7 @@ from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy
 
 from jdelta import _jax
+from jdelta._errors import TargetError
 from jdelta._jax import Eqn, Jaxpr, Var
 
 _PIPELINE = "builtin.module(sdy-propagation-pipeline)"
@@ -82,12 +83,20 @@ def shardings_of(closed: Jaxpr, args: Any, platform: str) -> Shardings:
         closed: The program.
         args: A pytree; its leaves are the program's arguments, with shardings.
         platform: What it is lowered for.
+
+    Raises:
+        TargetError: JAX is told to use another partitioner.
     """
     leaves = jax.tree.leaves(args)
     given = [getattr(leaf, "sharding", None) for leaf in leaves]
     sizes = {name: size for s in given for name, size in _mesh_shape(s).items()}
     if math.prod(sizes.values()) == 1:
         return UNSHARDED
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        raise TargetError(
+            "jdelta reads how values are sharded from Shardy, but jax_use_shardy_partitioner is "
+            'off. Turn it on: jax.config.update("jax_use_shardy_partitioner", True).'
+        )
     program, variables = _numbered(closed)
     traced = jax.jit(core.jaxpr_as_fun(program)).trace(*leaves)
     module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")

@@ -281,6 +281,17 @@ def test_what_was_exchanged_is_kept_unless_that_is_cheap(speed, kept, monkeypatc
     assert {n for n, d in decisions.items() if d is Decision.SAVE} == {f"pair/{kept}"}
 
 
+def test_another_partitioner_is_an_error():
+    parallel = PARALLEL["data"]
+    args = parallel.shapes(parallel.local_mesh())
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        with pytest.raises(jdelta.TargetError, match="jax_use_shardy_partitioner is off"):
+            trace(parallel.step(jdelta.remat), *args)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+
+
 # One plan on every process
 
 PLAN = """
