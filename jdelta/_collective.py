@@ -67,6 +67,8 @@ def gathered_bytes(graph: Graph, op: Operation) -> int:
 
 def contracted(graph: Graph, op: Operation) -> Axes:
     """The mesh axes that a ``dot_general`` sums over: those that cut both operands alike."""
+    if len(op.inputs) < 2:
+        return ()
     left, right = (_spec(graph.values[v]) for v in op.inputs)
     (of_left, of_right), _ = op.params["dimension_numbers"]
     pairs = zip(of_left, of_right, strict=True)
@@ -92,19 +94,11 @@ def _reduced(value: Value, over: Axes) -> Iterator[Collective]:
         yield Collective("all-reduce", value.bytes, parts(summed))
 
 
-def _moved(value: Value, wanted: Sequence[Axes | None]) -> Iterator[Collective]:
-    """A value brought to other shardings of its dimensions; None leaves one as it is.
-
-    Cutting it further takes nothing.
-    """
-    has = _spec(value)
-    lacking = [
-        axis
-        for have, want in zip(has, wanted, strict=True)
-        for axis in have
-        if want is not None and axis not in want
-    ]
-    elsewhere = {axis for axes in wanted for axis in axes or ()}
+def _moved(value: Value, wanted: Sequence[Axes]) -> Iterator[Collective]:
+    """A value brought to other shardings of its dimensions; cutting it further takes nothing."""
+    pairs = zip(_spec(value), wanted, strict=True)
+    lacking = [axis for have, want in pairs for axis in have if axis not in want]
+    elsewhere = {axis for axes in wanted for axis in axes}
     crossing = tuple(axis for axis in lacking if axis in elsewhere)
     gathered = tuple(axis for axis in lacking if axis not in elsewhere)
     if crossing:

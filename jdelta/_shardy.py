@@ -131,7 +131,7 @@ def _given(sharding: Any, rank: int) -> Spec:
     return _plain(tuple(Axis(name, shape[name]) for name in names) for names in axes)
 
 
-# The program with numbers
+# The program that shows its values
 
 
 @functools.cache
@@ -145,11 +145,15 @@ def _template() -> Eqn:
     return eqn
 
 
-def _shown(var: Var, number: int) -> Eqn:
-    params: dict[str, Any] = dict(_template().params)
+def _shown(var: Var, number: int, like: Eqn) -> Eqn:
+    """The call for one variable, in the context (meshes, above all) of ``like``."""
+    call = _template()
+    params: dict[str, Any] = dict(call.params)
     ((name, _),) = params["attributes"]
     params |= {"attributes": ((name, number),), "input_layouts": (tuple(range(var.aval.ndim)),)}
-    return _template().replace(invars=[var], params=params)
+    return like.replace(
+        primitive=call.primitive, params=params, invars=[var], outvars=[], effects=call.effects
+    )
 
 
 def _numbered(closed: Jaxpr) -> tuple[Jaxpr, list[Var]]:
@@ -161,16 +165,16 @@ def _numbered(closed: Jaxpr) -> tuple[Jaxpr, list[Var]]:
     numbers: dict[Var, int] = {}
     done: dict[int, Jaxpr] = {}
 
-    def show(variables: Sequence[Any]) -> list[Eqn]:
+    def show(variables: Sequence[Any], like: Eqn) -> list[Eqn]:
         arrays = [v for v in variables if _jax.is_var(v) and _is_array(v)]
-        return [_shown(v, numbers.setdefault(v, len(numbers))) for v in arrays]
+        return [_shown(v, numbers.setdefault(v, len(numbers)), like) for v in arrays]
 
     def body(jaxpr: Jaxpr) -> Jaxpr:
         if id(jaxpr) not in done:
             inner = _jax.open_jaxpr(jaxpr)
-            eqns = show(inner.invars)
+            eqns = [one for first in inner.eqns[:1] for one in show(inner.invars, first)]
             for eqn in inner.eqns:
-                eqns += [_jax.with_bodies(eqn, body), *show(eqn.outvars)]
+                eqns += [_jax.with_bodies(eqn, body), *show(eqn.outvars, eqn)]
             done[id(jaxpr)] = _jax.with_equations(jaxpr, eqns)
         return done[id(jaxpr)]
 
