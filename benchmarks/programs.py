@@ -15,6 +15,7 @@ from jdelta._cost import program_seconds
 from jdelta._emit import Step, emit
 from jdelta._graph import Graph, graph_of
 from jdelta._measure import Measurement, measure
+from jdelta._shardy import shardings_of
 from jdelta._target import Target, resolve
 from jdelta._trace import trace, walk
 
@@ -79,14 +80,15 @@ def traced(case: Case, target: str) -> Program:
     placed = where.abstract((case.state, case.batch))
     staged = jax.jit(case.step, donate_argnums=0).trace(*placed)
     lower = functools.partial(staged.lower, lowering_platforms=(where.platform,))
-    return Program(graph_of(staged.jaxpr), lower, where)
+    shardings = shardings_of(staged.jaxpr, placed, where.platform)
+    return Program(graph_of(staged.jaxpr, shardings), lower, where)
 
 
 def planned(case: Case, plan: jdelta.Plan) -> Program:
     """The step of a case under a plan that was made for it."""
     where = resolve(plan.target)
     placed = where.abstract((case.state, case.batch))
-    found = trace(case.step, *placed, grouping=plan.grouping)
+    found = trace(case.step, *placed, platform=where.platform, grouping=plan.grouping)
     aliases, donate = dict(plan.aliases), plan.donate_argnums
     step = Step(case.step, placed, donate, where, aliases, found.automatic, plan.grouping)
     emission = emit(step, plan.policy)

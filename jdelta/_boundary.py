@@ -113,6 +113,7 @@ def _residual(entry: _Entry, name: str) -> Residual:
         read_narrowly=False,
         seconds=0.0,
         loops=entry.loops,
+        spec=entry.value.spec,
         boundary=True,
     )
 

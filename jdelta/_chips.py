@@ -1,6 +1,7 @@
 """Published figures of the accelerators a plan can be made for without owning one."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
@@ -19,6 +20,8 @@ class Rates:
         bandwidth: Bytes/s of device memory, reads and writes together.
         device_to_host: Bytes/s from device memory to pinned host memory.
         host_to_device: Bytes/s from pinned host memory to device memory.
+        interconnect: Bytes/s that a device sends to others of its mesh axis. (Not printed: the
+            measurements kept on disk, which know no links between devices, go by what is.)
     """
 
     matmul: tuple[tuple[str, float], ...]
@@ -26,6 +29,7 @@ class Rates:
     bandwidth: float
     device_to_host: float
     host_to_device: float
+    interconnect: float = field(default=math.inf, repr=False)
 
     def flops(self, dtype: str) -> float:
         """FLOP/s of a matrix product of ``dtype``.
@@ -67,15 +71,22 @@ def _tpu(
     vector: float,
     bandwidth: float,
     link: float,
+    ici: float,
 ) -> Chip:
-    """A TPU row: ``memory`` in GiB, ``bfloat16``, ``int8`` and ``vector`` in TFLOP/s, else GB/s."""
+    """A TPU row: ``memory`` in GiB, ``bfloat16``, ``int8`` and ``vector`` in TFLOP/s, else GB/s.
+
+    ``ici`` is what all links of a chip carry, both directions together. A mesh axis is taken to lie
+    along one dimension of the torus.
+    """
     matmul = {"bfloat16": bfloat16, "float16": bfloat16, "float32": bfloat16, "int8": int8}
-    return Chip(
-        kind, int(memory * _GIB), _rates(matmul, vector, bandwidth, link), topology=topology
-    )
+    along_one = ici / 2 / (topology.count("x") + 1)
+    rates = _rates(matmul, vector, bandwidth, link, along_one)
+    return Chip(kind, int(memory * _GIB), rates, topology=topology)
 
 
-def _rates(matmul: dict[str, float], vector: float, bandwidth: float, link: float) -> Rates:
+def _rates(
+    matmul: dict[str, float], vector: float, bandwidth: float, link: float, interconnect: float
+) -> Rates:
     """Rates from TFLOP/s and GB/s, the host link being the same in both directions."""
     return Rates(
         matmul=tuple((dtype, rate * 1e12) for dtype, rate in sorted(matmul.items())),
@@ -83,6 +94,7 @@ def _rates(matmul: dict[str, float], vector: float, bandwidth: float, link: floa
         bandwidth=bandwidth * 1e9,
         device_to_host=link * 1e9,
         host_to_device=link * 1e9,
+        interconnect=interconnect * 1e9,
     )
 
 
@@ -123,39 +135,44 @@ def _cuda(
     matmul: dict[str, float],
     vector: float,
     link: float,
+    nvlink: float,
     **facts: int | float | str,
 ) -> Chip:
-    """A GPU row: rates in TFLOP/s and GB/s; ``facts`` fill the compiler's description."""
+    """A GPU row: rates in TFLOP/s and GB/s; ``facts`` fill the compiler's description.
+
+    ``nvlink`` is what all links of a GPU carry, both directions together.
+    """
     memory, bandwidth = int(facts["memory"]), float(facts["bandwidth"]) / 1e9
     return Chip(
         kind,
         memory,
-        _rates(matmul, vector, bandwidth, link),
+        _rates(matmul, vector, bandwidth, link, nvlink / 2),
         topology="1x1x8",  # slices x hosts x devices: one machine of eight
         description=_CUDA_DESCRIPTION.format(kind=kind, **facts),
     )
 
 
-# TPU matmul, bandwidth: Google Cloud's system architecture pages for v5e, v5p and v6e
-# (cloud.google.com/tpu/docs/v5e, /v5p, /v6e). Memory: what the compiler says is available when it
-# refuses a program, a little under the 16, 95 and 32 GB of those pages. Not published, so
+# TPU matmul, bandwidth, links between chips: Google Cloud's system architecture pages for v5e, v5p
+# and v6e (cloud.google.com/tpu/docs/v5e, /v5p, /v6e). Memory: what the compiler says is available
+# when it refuses a program, a little under the 16, 95 and 32 GB of those pages. Not published, so
 # estimates: `vector` (8 x 128 lanes x 4 units x 2 FLOP x clock x cores) and the host link, both
 # after "How to Scale Your Model", chapter 2 (jax-ml.github.io/scaling-book/tpus).
 _TPUS = {
-    "v5e": _tpu("TPU v5 lite", "2x2", 15.75, 197, 393, 12, 819, 15),
-    "v5p": _tpu("TPU v5", "2x2x1", 95.73, 459, 918, 14, 2765, 15),
-    "v6e": _tpu("TPU v6 lite", "2x2", 31.24, 918, 1836, 14, 1640, 30),
+    "v5e": _tpu("TPU v5 lite", "2x2", 15.75, 197, 393, 12, 819, 15, 400),
+    "v5p": _tpu("TPU v5", "2x2x1", 95.73, 459, 918, 14, 2765, 15, 1200),
+    "v6e": _tpu("TPU v6 lite", "2x2", 31.24, 918, 1836, 14, 1640, 30, 800),
 }
 
-# GPU matmul (dense, without sparsity), vector and bandwidth: NVIDIA's data sheets for A100 80GB
-# SXM, H100 SXM and HGX B200 (1000 W). The host link is an estimate: 85 % of PCIe 4.0 x16 (32 GB/s)
-# or PCIe 5.0 x16 (64 GB/s) in one direction. The other facts are what the driver reports.
+# GPU matmul (dense, without sparsity), vector, bandwidth and NVLink: NVIDIA's data sheets for A100
+# 80GB SXM, H100 SXM and HGX B200 (1000 W). The host link is an estimate: 85 % of PCIe 4.0 x16
+# (32 GB/s) or PCIe 5.0 x16 (64 GB/s) in one direction. The other facts are what the driver reports.
 _GPUS = {
     "a100": _cuda(
         "NVIDIA A100-SXM4-80GB",
         {"bfloat16": 312, "float16": 312, "float32": 156, "float64": 19.5, "int8": 624},
         vector=19.5,
         link=27,
+        nvlink=600,
         memory=85100068864,
         bandwidth=2039040000000,
         cores=108,
@@ -172,6 +189,7 @@ _GPUS = {
         {"bfloat16": 989, "float16": 989, "float32": 494, "float64": 67, "int8": 1979},
         vector=67,
         link=54,
+        nvlink=900,
         memory=84942979072,
         bandwidth=3352320000000,
         cores=132,
@@ -188,6 +206,7 @@ _GPUS = {
         {"bfloat16": 2250, "float16": 2250, "float32": 1100, "float64": 40, "int8": 4500},
         vector=80,
         link=54,
+        nvlink=1800,
         memory=191514411008,
         bandwidth=7672320000000,
         cores=148,

@@ -3,7 +3,7 @@
 Matrix products and convolutions are priced by their floating-point operations at the rate of
 their dtype, everything else by the bytes it moves and a rough count of operations per element. A
 value that is fused into its readers is not written, so a fused element-wise chain pays for its
-outer inputs and its result once.
+outer inputs and its result once. What devices send each other is added: nothing hides it here.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdelta._chips import Rates
+from jdelta._collective import collective_seconds, contracted
 from jdelta._fusion import Compiler, storage
-from jdelta._graph import BARRIER, TRANSFER, Graph, Operation
+from jdelta._graph import BARRIER, RESHARD, TRANSFER, Graph, Operation
 from jdelta._primitives import CHEAP, FREE, MATMULS, VIEWS
+from jdelta._shardy import parts
 
 _RULES: dict[str, Callable[[Graph, Operation], float]] = {}
 
@@ -31,8 +33,11 @@ def _rule(*primitives: str) -> Callable[[Any], Any]:
 @_rule("dot_general")
 def _dot(graph: Graph, op: Operation) -> float:
     (contracting, _), _ = op.params["dimension_numbers"]
-    left = graph.values[op.inputs[0]].shape
-    return 2.0 * math.prod(left[i] for i in contracting) * _elements(graph, op.outputs[:1])
+    left, result = (graph.values[v] for v in (op.inputs[0], op.outputs[0]))
+    multiplies = math.prod(left.shape[i] for i in contracting) * math.prod(result.shape)
+    # What is summed over an axis may be scattered over it afterwards: it divides the work once.
+    axes = {*(axis for axes in result.spec for axis in axes), *contracted(graph, op)}
+    return 2.0 * multiplies / parts(tuple(axes))
 
 
 @_rule("conv_general_dilated")
@@ -62,8 +67,13 @@ def _fft(graph: Graph, op: Operation) -> float:
 
 @_rule("cholesky", "lu", "qr", "eigh", "svd", "triangular_solve", "geqrf", "householder_product")
 def _linear_algebra(graph: Graph, op: Operation) -> float:
-    shape = graph.values[op.inputs[0]].shape
+    shape = graph.values[op.inputs[0]].local
     return 2.0 * math.prod(shape) * shape[-1]
+
+
+@_rule(RESHARD)
+def _reshard(*_: Any) -> float:
+    return 0.0  # only sent about
 
 
 _NOTHING = VIEWS | FREE | {BARRIER, TRANSFER}
@@ -73,7 +83,7 @@ _PARTIAL_READS = frozenset({"slice", "dynamic_slice", "gather"})
 
 
 def _elements(graph: Graph, values: Sequence[int]) -> float:
-    return float(sum(math.prod(graph.values[v].shape) for v in values))
+    return float(sum(math.prod(graph.values[v].local) for v in values))
 
 
 def operation_seconds(
@@ -83,7 +93,7 @@ def operation_seconds(
     rates: Rates,
     platform: str,
 ) -> float:
-    """Seconds of one execution of an operation.
+    """Seconds of one execution of an operation on one device.
 
     Args:
         graph: The program the operation is part of.
@@ -101,7 +111,8 @@ def operation_seconds(
     arithmetic = work / (
         rates.flops(graph.values[op.inputs[0]].dtype) if op.primitive in MATMULS else rates.vector
     )
-    return max(arithmetic, _traffic(graph, op, roots) / rates.bandwidth)
+    seconds = max(arithmetic, _traffic(graph, op, roots) / rates.bandwidth)
+    return seconds + collective_seconds(graph, op, rates)
 
 
 def _default_work(graph: Graph, op: Operation) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,11 @@ from jdelta._automatic import tracing
 from jdelta._errors import PlanMismatchError
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
+from jdelta._jax import Jaxpr
 from jdelta._peak import Timeline, timeline
 from jdelta._policy import Policy
 from jdelta._region import AS_WRITTEN, Grouping, Session
+from jdelta._shardy import Shardings, shardings_of
 from jdelta._target import Target
 from jdelta._timing import TIMED, timed
 from jdelta._trace import walk
@@ -83,16 +86,15 @@ def emit(step: Step, policy: Policy | None) -> Emission:
 
     platform = step.target.platform
     traced = jax.jit(planned, donate_argnums=step.donate).trace(*step.args)
-    graph = graph_of(traced.jaxpr)
+    graph = _graph(step, traced)
     if policy is not None:
         _check_names(policy, {str(op.name) for op, _, _ in walk(graph) if op.name})
         if step.grouping.layers > 1:
             run = functools.partial(_rows.evaluate, _jax.inline(traced.jaxpr))
             traced = _again(step, traced, run)
         if policy.offloaded and platform in TIMED:
-            run = timed(traced.jaxpr, step.target.rates, platform, least=policy.least)
-            traced = _again(step, traced, run)
-        graph = graph_of(traced.jaxpr)
+            traced = _again(step, traced, _timed(step, traced, least=policy.least))
+        graph = _graph(step, traced)
 
     def lower() -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=(platform,))
@@ -103,19 +105,37 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     return Emission(policy, temporaries, lower, options, simulated)
 
 
+def _graph(step: Step, traced: jax.stages.Traced) -> Graph:
+    return graph_of(traced.jaxpr, _shardings(step, traced.jaxpr))
+
+
+def _shardings(step: Step, closed: Jaxpr) -> Shardings:
+    return shardings_of(closed, step.args, step.target.platform)
+
+
 def _fixed_bytes(graph: Graph, step: Step) -> int:
     """Bytes of arguments and results, donated ones once."""
     inputs = sum(graph.values[v].bytes for v in graph.inputs)
     outputs = sum(graph.values[v].bytes for v in graph.outputs if v is not None)
     leaves: list[Any] = jax.tree.leaves([step.args[i] for i in step.donate])
-    donated = sum(
-        x.size * x.dtype.itemsize for x in leaves if hasattr(x, "dtype") and not _is_key(x)
-    )
+    donated = sum(map(_local_bytes, leaves))
     return inputs + outputs - min(outputs, donated)
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+def _local_bytes(leaf: Any) -> int:
+    """Bytes of an argument on one device; none for keys and what is no array."""
+    if not hasattr(leaf, "dtype") or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return 0
+    sharding = getattr(leaf, "sharding", None)
+    shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
+    return math.prod(shape) * leaf.dtype.itemsize
+
+
+def _timed(step: Step, traced: jax.stages.Traced, *, least: bool) -> Callable[..., list[Any]]:
+    """The same step with its transfers timed."""
+    target = step.target
+    shardings = functools.partial(_shardings, step)
+    return timed(traced.jaxpr, target.rates, target.platform, least=least, shardings=shardings)
 
 
 def _again(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from jdelta._collective import gathered_bytes
 from jdelta._graph import BARRIER, Graph, Operation, Value
 from jdelta._primitives import CHEAP, EXPENSIVE, FREE, MATMULS, RANDOM, REDUCTIONS, VIEWS
 
@@ -34,14 +35,15 @@ class Compiler:
         A TPU stores its two minor dimensions in tiles of 8 × 128 words (16 × 128 for two-byte,
         32 × 128 for one-byte types); the layout with the least padding is taken to be chosen.
         """
-        if self.platform != "tpu" or len(value.shape) < 2 or value.bytes == 0:
+        shape = value.local
+        if self.platform != "tpu" or len(shape) < 2 or value.bytes == 0:
             return value.bytes
-        itemsize = value.bytes // math.prod(value.shape) or 1
+        itemsize = value.bytes // math.prod(shape) or 1
         rows, columns = _TILE.get(itemsize, (8, 128))
         factors = [
             _waste(a, rows) * _waste(b, columns)
-            for i, a in enumerate(value.shape)
-            for j, b in enumerate(value.shape)
+            for i, a in enumerate(shape)
+            for j, b in enumerate(shape)
             if i != j
         ]
         return int(value.bytes * min(factors))
@@ -88,14 +90,18 @@ class Compiler:
     def workspace(self, graph: Graph, op: Operation) -> int:
         """Bytes that an operation needs beside what it reads and writes.
 
-        CUDA: a product with too few result tiles to fill the GPU is split along the contracted
-        dimension; if that is no multiple of 16, both operands are copied, padded.
+        Operands that are gathered from other devices. CUDA: a product with too few result tiles to
+        fill the GPU is split along the contracted dimension; if that is no multiple of 16, both
+        operands are copied, padded.
         """
+        return gathered_bytes(graph, op) + self._padded(graph, op)
+
+    def _padded(self, graph: Graph, op: Operation) -> int:
         if self.platform != "cuda" or op.primitive != "dot_general" or len(op.inputs) < 2:
             return 0
         (contracting, _), _ = op.params["dimension_numbers"]
-        shape = graph.values[op.inputs[0]].shape
-        tiles = math.prod(graph.values[op.outputs[0]].shape) / _GEMM_TILE**2
+        shape = graph.values[op.inputs[0]].local
+        tiles = math.prod(graph.values[op.outputs[0]].local) / _GEMM_TILE**2
         if tiles >= _GEMM_TILES_AT_ONCE or all(
             shape[i] % _GEMM_ALIGNMENT == 0 for i in contracting
         ):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,21 @@ import numpy as np
 from jdelta import _jax
 from jdelta._jax import Atom, Eqn, Jaxpr, Var
 from jdelta._naming import scope_path
+from jdelta._shardy import UNSHARDED, Shardings, Spec, local_shape
 
 BARRIER = "optimization_barrier"
 """Reads values and hands them on as they are, hidden from optimisation across it."""
 
 TRANSFER = "transfer"
 """Copies a value between device and host memory."""
+
+RESHARD = "reshard"
+"""Cuts a value over other mesh axes; where it stays as it is, ``sharding_constraint`` is a view."""
+
+PART = "mesh_cast"
+"""Reads a part of a value as a value: what one device has of it (or back), or a row of a stack."""
+
+_CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
 
 _WRAPPERS = _jax.CALLS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
@@ -34,14 +43,21 @@ class Value:
     """A value of the program: what it is, not where it is stored.
 
     Attributes:
-        shape: Its shape, unsharded.
+        shape: Its shape, unsharded; in a ``shard_map`` that of the part there.
         dtype: Name of its dtype; ``key<…>`` for PRNG keys.
         bytes: Bytes on one device, without padding; zero for values in host memory.
+        spec: For each dimension the mesh axes it is sharded over; empty when it is not sharded.
     """
 
     shape: tuple[int, ...]
     dtype: str
     bytes: int
+    spec: Spec = ()
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """Shape of the part that one device has."""
+        return local_shape(self.shape, self.spec)
 
 
 @dataclass(frozen=True)
@@ -95,15 +111,14 @@ class Graph:
         return {v: i for i, op in enumerate(self.operations) for v in op.outputs}
 
 
-def value_of(aval: Any, shard: Callable[[Any], Sequence[int]] | None = None) -> Value:
-    """Size of an abstract value; ``shard`` gives its shape on one device."""
+def value_of(aval: Any, spec: Spec = ()) -> Value:
+    """Size of an abstract value that is sharded like this."""
     shape = tuple(getattr(aval, "shape", ()))
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return Value((), "token", 0)
-    local = tuple(shard(aval)) if shard else shape
-    size = 0 if _jax.on_host(aval) else math.prod(local) * _itemsize(dtype)
-    return Value(shape, str(dtype), size)
+    size = 0 if _jax.on_host(aval) else math.prod(local_shape(shape, spec)) * _itemsize(dtype)
+    return Value(shape, str(dtype), size, spec)
 
 
 def _itemsize(dtype: Any) -> int:
@@ -115,7 +130,7 @@ def _itemsize(dtype: Any) -> int:
 
 def graph_of(
     jaxpr: Jaxpr,
-    shard: Callable[[Any], Sequence[int]] | None = None,
+    shardings: Shardings = UNSHARDED,
     *,
     unfold_loops: bool = False,
 ) -> Graph:
@@ -123,15 +138,15 @@ def graph_of(
 
     Args:
         jaxpr: The program.
-        shard: Gives the shape of an abstract value on one device; default: as it is.
+        shardings: How its values are sharded.
         unfold_loops: Put the operations of ``scan`` bodies once into the graph itself, with
             ``times`` set, instead of into a graph of their own: for questions of dependence.
     """
-    builder = _Builder(shard, unfold_loops)
+    builder = _Builder(shardings, unfold_loops)
     inner = _jax.open_jaxpr(jaxpr)
     env: dict[Var, int] = {}
     for var in (*inner.constvars, *inner.invars):
-        env[var] = builder.value(var.aval)
+        env[var] = builder.value(var)
         builder.graph.inputs.append(env[var])
     builder.run(inner.eqns, env, backward=False, scope=())
     builder.graph.outputs = [builder.read(env, v) for v in inner.outvars]
@@ -139,14 +154,15 @@ def graph_of(
 
 
 class _Builder:
-    def __init__(self, shard: Callable[[Any], Sequence[int]] | None, unfold_loops: bool):
+    def __init__(self, shardings: Shardings, unfold_loops: bool):
         self.graph = Graph()
-        self.shard = shard
+        self.shardings = shardings
         self.unfold_loops = unfold_loops
         self.times = 1
 
-    def value(self, aval: Any) -> int:
-        self.graph.values.append(value_of(aval, self.shard))
+    def value(self, atom: Atom) -> int:
+        spec = self.shardings.specs.get(atom, ()) if _jax.is_var(atom) else ()
+        self.graph.values.append(value_of(atom.aval, spec))
         return len(self.graph.values) - 1
 
     @staticmethod
@@ -163,6 +179,8 @@ class _Builder:
             below = path if path[: len(scope)] == scope else (*scope, *path)
             if eqn.primitive.name in _WRAPPERS and any(True for _ in _jax.subjaxprs(eqn)):
                 self._inline(eqn, env, backward=back, scope=below)
+            elif eqn.primitive.name == "shard_map":
+                self._shard_map(eqn, env, backward=back, scope=below)
             elif self.unfold_loops and eqn.primitive.name == "scan":
                 self.times *= eqn.params["length"]
                 self._inline(eqn, env, backward=back, scope=below)
@@ -177,12 +195,43 @@ class _Builder:
         inputs = [self.read(env, a) for a in eqn.invars]
         if _jax.is_shielded(eqn):
             inputs = self._barrier(inputs, backward)
-        local: dict[Var, Any] = {v: self.value(v.aval) for v in inner.constvars}
+        if eqn.primitive.name == "scan":
+            inputs = self._rows(inputs, inner.invars, backward)
+        local: dict[Var, Any] = {v: self.value(v) for v in inner.constvars}
         self.graph.inputs += local.values()
         local |= dict(zip(inner.invars, inputs, strict=True))
         self.run(inner.eqns, local, backward=backward, scope=scope)
         for outer, atom in zip(eqn.outvars, inner.outvars, strict=True):
             env[outer] = self.read(local, atom)
+
+    def _shard_map(
+        self, eqn: Eqn, env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
+    ) -> None:
+        """The body, on parts; what goes in and out are the same bytes, seen as parts or whole."""
+        inner = _jax.open_jaxpr(_jax.subjaxpr(eqn))
+        local: dict[Var, Any] = {}
+        for atom, var in zip(eqn.invars, inner.invars, strict=True):
+            local[var] = self._part(self.read(env, atom), var, backward)
+        self.run(inner.eqns, local, backward=backward, scope=scope)
+        for outer, atom in zip(eqn.outvars, inner.outvars, strict=True):
+            env[outer] = self._part(self.read(local, atom), outer, backward)
+
+    def _rows(
+        self, inputs: Sequence[int | None], invars: Sequence[Var], backward: bool
+    ) -> list[int | None]:
+        """What an unfolded loop reads: of a stack one row."""
+        shapes = [None if v is None else self.graph.values[v].shape for v in inputs]
+        return [
+            v if shape is None or shape == var.aval.shape else self._part(v, var, backward)
+            for v, shape, var in zip(inputs, shapes, invars, strict=True)
+        ]
+
+    def _part(self, value: int | None, var: Var, backward: bool) -> int:
+        made = self.value(var)
+        read = () if value is None else (value,)
+        cast = Operation(PART, read, (made,), {}, backward=backward)
+        self.graph.operations.append(cast)
+        return made
 
     def _barrier(self, inputs: Sequence[int | None], backward: bool) -> list[int | None]:
         """What a shielded recompute starts from: written to memory, whatever it is."""
@@ -199,20 +248,19 @@ class _Builder:
         inputs = [self.read(env, a) for a in eqn.invars]
         if eqn.primitive.name in ("scan", BARRIER):  # each stands beside what it becomes
             inputs = [
-                self.value(a.aval) if v is None else v
-                for v, a in zip(inputs, eqn.invars, strict=True)
+                self.value(a) if v is None else v for v, a in zip(inputs, eqn.invars, strict=True)
             ]
         outputs: list[int] = []
         for var in eqn.outvars:
-            env[var] = self.value(var.aval)
+            env[var] = self.value(var)
             outputs.append(env[var])
-        body, trips = _loop(eqn, self.shard)
+        body, trips = _loop(eqn, self.shardings)
         self.graph.operations.append(
             Operation(
-                primitive=TRANSFER if _jax.is_transfer(eqn) else eqn.primitive.name,
+                primitive=self._primitive(eqn, inputs, outputs),
                 inputs=tuple(v for v in inputs if v is not None),
                 outputs=tuple(outputs),
-                params=eqn.params,
+                params=self._params(eqn),
                 body=body,
                 trips=trips,
                 name=_jax.named_value(eqn),
@@ -222,15 +270,32 @@ class _Builder:
             )
         )
 
+    def _primitive(self, eqn: Eqn, inputs: Sequence[int | None], outputs: Sequence[int]) -> str:
+        if _jax.is_transfer(eqn):
+            return TRANSFER
+        if eqn.primitive.name not in _CONSTRAINTS or inputs[0] is None:
+            return eqn.primitive.name
+        before, after = (self.graph.values[v] for v in (inputs[0], outputs[0]))
+        return "sharding_constraint" if before.spec == after.spec else RESHARD
 
-def _loop(eqn: Eqn, shard: Callable[[Any], Sequence[int]] | None) -> tuple[Graph | None, int]:
+    def _params(self, eqn: Eqn) -> Mapping[str, Any]:
+        """The equation's parameters; of a collective also how many devices take part in it."""
+        axes = eqn.params.get("axis_name", eqn.params.get("axes"))
+        names = axes if isinstance(axes, (tuple, list)) else (axes,)
+        known = self.shardings.sizes
+        if not any(isinstance(name, str) and name in known for name in names):
+            return eqn.params
+        return {**eqn.params, "devices": math.prod(known.get(name, 1) for name in names)}
+
+
+def _loop(eqn: Eqn, shardings: Shardings) -> tuple[Graph | None, int]:
     """The body and trip count of a loop; a ``while`` counts once, a ``cond`` as its largest arm."""
     if eqn.primitive.name == "scan":
-        return graph_of(eqn.params["jaxpr"], shard), eqn.params["length"]
+        return graph_of(eqn.params["jaxpr"], shardings), eqn.params["length"]
     if eqn.primitive.name == "while":
-        return graph_of(eqn.params["body_jaxpr"], shard), 1
+        return graph_of(eqn.params["body_jaxpr"], shardings), 1
     if eqn.primitive.name == "cond":
-        arms = [graph_of(branch, shard) for branch in eqn.params["branches"]]
+        arms = [graph_of(branch, shardings) for branch in eqn.params["branches"]]
         return max(arms, key=lambda arm: len(arm.operations)), 1
     return None, 1
 

@@ -231,7 +231,7 @@ def _given(r: Residual, free: Mapping[str, Decision]) -> Decision:
 def _item(r: Residual, sources: tuple[int, ...], target: Target, *, held: bool) -> Item:
     """One residual as an item; ``held`` leaves recomputing it as the only way."""
     compiler, rates = Compiler(target.platform), target.rates
-    value = Value(r.shape, r.dtype, r.bytes // max(1, r.count))
+    value = Value(r.shape, r.dtype, r.bytes // max(1, r.count), r.spec)
     stored = compiler.stored_bytes(value, read_narrowly=r.read_narrowly)
     size = (stored if r.loops else compiler.bytes(value)) * r.count
     closed = held or offload_refusal(r, target) is not None

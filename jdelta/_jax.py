@@ -1,7 +1,8 @@
 """Every contact with parts of JAX that move between versions.
 
 Tested on jax 0.10, 0.11 and 0.12. In 0.12 ``Jaxpr`` and ``ClosedJaxpr`` became one class; the
-helpers below hide which of the two is in hand, so that no other file needs to know.
+helpers below hide which of the two is in hand, so that no other file needs to know. What is below
+jaxprs is the business of ``_shardy.py``.
 """
 
 from __future__ import annotations
@@ -203,6 +204,48 @@ def subjaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
                 yield leaf
 
 
+BODIES = CALLS | frozenset(
+    "scan while cond shard_map custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
+)
+"""Primitives whose bodies are programs like the one they are in."""
+
+
+def with_bodies(eqn: Eqn, change: Callable[[Jaxpr], Jaxpr]) -> Eqn:
+    """The equation with its bodies changed."""
+    if eqn.primitive.name not in BODIES:
+        return eqn
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and any(hasattr(v, "eqns") for v in value):
+            return type(value)(map(changed, value))
+        return change(value) if hasattr(value, "eqns") else value
+
+    params = {name: changed(value) for name, value in eqn.params.items()}
+    eqn = eqn.replace(params=params)
+    effects = {effect for body in subjaxprs(eqn) for effect in body.effects}
+    return eqn.replace(effects=eqn.effects | effects)
+
+
+def with_equations(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
+    """The jaxpr, closed or open as it is, with other equations."""
+    inner = open_jaxpr(jaxpr)
+    debug_info = inner.debug_info.with_unknown_names()
+    effects = inner.effects.union(*(eqn.effects for eqn in eqns))
+    variables = list(inner.constvars), list(inner.invars), list(inner.outvars)
+    raw = core.Jaxpr(*variables, list(eqns), effects, debug_info)
+    consts = consts_of(jaxpr)
+    closed = hasattr(jaxpr, "jaxpr") and len(consts) == len(inner.constvars)
+    return core.ClosedJaxpr(raw, consts) if closed else raw
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
+    """All equations of a program, those of its bodies included."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for body in subjaxprs(eqn) if eqn.primitive.name in BODIES else ():
+            yield from equations(body)
+
+
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many inputs of a ``scan`` are constants, and how many are the carry's; the rest is xs."""
     if "num_consts" in params:
@@ -364,6 +407,12 @@ def program_of(eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:
 def on_host(aval: Any) -> bool:
     """Whether a value lives in host memory."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def has_explicit_axes(aval: Any) -> bool:
+    """Whether the type of a value says how it is cut over the axes of a mesh."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh is not None and jax.sharding.AxisType.Explicit in (mesh.axis_types or ())
 
 
 def crosses_to_host(eqn: Eqn) -> bool:

@@ -103,6 +103,8 @@ class _Rewrite:
         namer: _Namer,
         path: tuple[str, ...] = (),
         loops: int = 0,
+        *,
+        names_inputs: bool = True,
     ):
         self.closed = closed
         self.namer = namer
@@ -114,7 +116,7 @@ class _Rewrite:
         self.tangents = {
             v for v, is_tangent in zip(inner.invars, tangent, strict=True) if is_tangent
         }
-        if not loops:
+        if names_inputs and not loops:
             self._inputs(inner.invars, inner.eqns)
         self._equations(inner.eqns, path)
         self.eqns = _with_buffers_named(self.eqns)
@@ -162,7 +164,10 @@ class _Rewrite:
         invars = [self._now(v) for v in eqn.invars]
         tangent_in = [_jax.is_var(v) and v in self.tangents for v in invars]
         params, tangent_out = eqn.params, [any(tangent_in)] * len(eqn.outvars)
-        if eqn.primitive.name == "scan":
+        if eqn.primitive.name == "shard_map":
+            body, tangent_out = self._mapped_body(params["jaxpr"], tangent_in, path)
+            params = {**params, "jaxpr": body}
+        elif eqn.primitive.name == "scan":
             body, tangent_out = self._scan_body(eqn, tangent_in, path)
             params = {**params, "jaxpr": body}
         elif any(tangent_in) and eqn.primitive.name in ("cond", "while"):
@@ -180,6 +185,15 @@ class _Rewrite:
                 self.became[old] = named = _jax.new_var(old.aval)
                 name = self.namer(path, user_name or _jax.label(eqn), self.loops)
                 self.eqns.append(_jax.name_equation(new, named, name, eqn))
+
+    def _mapped_body(
+        self, body: Jaxpr, tangent_in: Sequence[bool], path: tuple[str, ...]
+    ) -> tuple[Jaxpr, list[bool]]:
+        """The body of a ``shard_map`` with names, and which of its outputs are tangents."""
+        rewrite = _Rewrite(body, tangent_in, self.namer, path, self.loops, names_inputs=False)
+        named = _jax.open_jaxpr(rewrite.result())
+        # It can have no constants of its own; calls that bring some are rare.
+        return body if rewrite.new_consts else named, rewrite.tangent_outputs()
 
     def _scan_body(
         self, eqn: Eqn, tangent_in: Sequence[bool], path: tuple[str, ...]

@@ -25,6 +25,7 @@ from jdelta._graph import graph_of
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._primitives import LOOPS, MATMULS
 from jdelta._scan import Scan
+from jdelta._shardy import UNSHARDED, Shardings, parts_of
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,20 @@ class Clock:
     Attributes:
         rates: Rates of the target.
         platform: Its platform.
+        shardings: How the values of the step are cut over devices.
     """
 
     rates: Rates
     platform: str
+    shardings: Shardings = UNSHARDED
 
     def seconds(self, program: Jaxpr) -> float:
         """Roofline seconds of a whole program."""
-        return program_seconds(graph_of(program), self.rates, self.platform)
+        return program_seconds(graph_of(program, self.shardings), self.rates, self.platform)
+
+    def bytes(self, var: Var) -> int:
+        """Bytes of a value on one device, wherever it is."""
+        return _jax.bytes_of(var) // parts_of(self.shardings.specs.get(var, ()))
 
     def each(self, program: Jaxpr) -> list[float]:
         """Roofline seconds of each equation of a program.
@@ -151,7 +158,7 @@ def backward_loop(
     stacks = [x for x, is_away in zip(loop.xs, away, strict=True) if is_away]
     near = [x for x, is_away in zip(loop.xs, away, strict=True) if not is_away]
     first = loop.length - 1 if loop.reverse else 0
-    stops = _stops(body, loop, [_jax.bytes_of(x) for x in names], clock)
+    stops = _stops(body, loop, [clock.bytes(x) for x in names], clock)
 
     def fetch(stack: Any, name: Var, row: Any) -> Any:
         row = row + late[name].shift if name in late else row
@@ -243,4 +250,5 @@ def _path(body: Jaxpr, loop: Scan) -> set[Var]:
 
 
 def _zeros(value: Any) -> Any:
-    return jax.numpy.zeros(value.aval.shape, value.aval.dtype)
+    sharding = value.aval.sharding if _jax.has_explicit_axes(value.aval) else None
+    return lax.full(value.aval.shape, 0, value.aval.dtype, sharding=sharding)

@@ -227,15 +227,17 @@ def plan(
         budget: Bound on the peak per device of the whole compiled step: bytes (``int``), a size
             (``"14GiB"``, ``"14GB"``), or a share of the plain step's compiled peak (``0.5``,
             ``"50%"``). Default: the target's memory less 5 %.
-        *args: Arguments of the step: arrays or ``jax.ShapeDtypeStruct``. Without any, planning is
-            put off until the result's ``jit`` is called.
+        *args: Arguments of the step: arrays or ``jax.ShapeDtypeStruct``, on one device or with
+            ``NamedSharding``. For devices that are not here give the shapes shardings over a
+            ``jax.sharding.AbstractMesh``: the target's devices take their places in it. Without
+            any arguments, planning is put off until the result's ``jit`` is called.
         target: Default: the devices the arguments live on. Ahead of time: ``"tpu:v5e:2x2"``,
             ``"tpu:v5p:2x2x1"``, ``"tpu:v6e:4x4"``, ``"cuda:h100"``, ``"cuda:a100"``,
             ``"cuda:b200"``.
         donate_argnums: As in ``jax.jit``; donated arguments count once in the peak.
         solver: ``"knapsack"`` (DELTA's heuristic), ``"milp"`` (exact, HiGHS), or a solver object.
-        host_budget: Bound on pinned host bytes, 0 for no offload; default: the host memory of the
-            target, as far as it is known.
+        host_budget: Bound on pinned host bytes per device, 0 for no offload; default: the host
+            memory of the target, as far as it is known, shared by the devices of a process.
         pin: Decisions taken by hand: from a pattern of residual names (``"h/mlp/*"``) to
             ``"save"``, ``"offload"`` or ``"recompute"``. One layer of a scan is then decided like
             the others.
@@ -368,7 +370,7 @@ def _compile(
 ) -> jax.stages.Compiled:
     """Compile a step under a plan and check it against the budget."""
     target = resolve(plan.target, args)
-    found = trace(fun, *args, grouping=plan.grouping)
+    found = trace(fun, *args, platform=target.platform, grouping=plan.grouping)
     if found.fingerprint != plan.fingerprint:
         raise PlanMismatchError(
             f"The plan was made for program {plan.fingerprint}, this is {found.fingerprint}: other "
@@ -406,10 +408,10 @@ def _plan(
             f"that {where.name} has. Leave it out to use what there is."
         )
     placed = where.abstract(args)
-    host_room = _host_capacity(host_budget, where)
+    host_room = _host_capacity(host_budget, where, placed)
 
     def traced(grouping: Grouping) -> Trace:
-        return trace(step_fn, *placed, grouping=grouping)
+        return trace(step_fn, *placed, grouping=grouping, platform=where.platform)
 
     def step(found: Trace) -> Step:
         aliases, automatic = found.aliases, found.automatic
@@ -452,9 +454,9 @@ def _result(found: Found) -> str:
     return (found.best.outcome or Outcome.HEURISTIC).value
 
 
-def _host_capacity(host_budget: int | str | None, target: Target) -> float:
+def _host_capacity(host_budget: int | str | None, target: Target, placed: Any) -> float:
     if host_budget is None:
-        return float(target.host_memory or math.inf)
+        return target.host_share(placed) or math.inf
     return float(parse_host_budget(host_budget))
 
 

@@ -52,7 +52,7 @@ def measured_rates(device: Device, published: Rates | None) -> Rates:
 
     Args:
         device: Any device of the kind; one of this process is timed.
-        published: Figures for the dtypes that are not timed.
+        published: Figures for the dtypes and the links that are not timed.
     """
     local = jax.local_devices(backend=device.client.platform)[0]
     name = _cache.key(
@@ -68,7 +68,12 @@ def measured_rates(device: Device, published: Rates | None) -> Rates:
     if jax.process_count() > 1:
         rates = _unflat(multihost_utils.broadcast_one_to_all(np.array(_flat(rates))).tolist())
     known = dict(published.matmul) if published else {}
-    return dataclasses.replace(rates, matmul=tuple(sorted({**known, **dict(rates.matmul)}.items())))
+    return dataclasses.replace(
+        rates,
+        matmul=tuple(sorted({**known, **dict(rates.matmul)}.items())),
+        # On a CPU every device is a part of the machine: an exchange is a copy in its memory.
+        interconnect=published.interconnect if published else rates.bandwidth / 2,
+    )
 
 
 def _fields() -> list[str]:

@@ -10,6 +10,7 @@ from jdelta._fusion import Compiler, read_narrowly, storage
 from jdelta._graph import Graph, Operation
 from jdelta._naming import RegionName
 from jdelta._primitives import CHEAP, FREE, VIEWS
+from jdelta._shardy import Spec
 from jdelta._target import Target
 from jdelta._trace import Region
 
@@ -21,7 +22,7 @@ class Residual:
     Attributes:
         name: ``region/scopes/primitive``, or the user's own ``checkpoint_name`` in its last part.
         region: Name of its region.
-        shape: Shape of one instance.
+        shape: Shape of one instance, unsharded; in a ``shard_map`` that of the part there.
         dtype: Name of its dtype.
         count: Instances in one step: iterations of the loops around it.
         bytes: Bytes of all instances on one device, without padding.
@@ -33,6 +34,8 @@ class Residual:
         read_narrowly: Whether nothing but matrix products and casts to bfloat16 reads it.
         seconds: Predicted seconds to compute all instances again, given its sources.
         loops: Number of loops around it; offload works under one at most.
+        spec: For each dimension the mesh axes that it is sharded over, and the devices along each;
+            empty when it is not sharded.
         boundary: Whether it enters a region, and so stays in memory unless it is offloaded.
         entering: Name that it has there, where it is a residual of the region it comes from too.
     """
@@ -50,6 +53,7 @@ class Residual:
     read_narrowly: bool
     seconds: float
     loops: int
+    spec: Spec = ()
     boundary: bool = False
     entering: str | None = None
 
@@ -181,6 +185,7 @@ class _Analysis:
             read_narrowly=value in self.narrow,
             seconds=seconds * self.region.trips,
             loops=self.region.loops + (op.times > 1),
+            spec=what.spec,
         )
 
     def _plan_name(self, value: int) -> str:

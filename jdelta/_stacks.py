@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,6 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdelta._jax import Var
+from jdelta._shardy import Spec
+
+_UNCUT: Mapping[Var, Spec] = MappingProxyType({})
 
 _PARTS = 2
 """Slots of a value that is alone in its shape: an array of one slot would be no array to XLA."""
@@ -36,33 +41,34 @@ class Stacks:
         slots: From each value to its array and the first of its slots there.
     """
 
-    def __init__(self, units: Iterable[Sequence[Var]]):
+    def __init__(self, units: Iterable[Sequence[Var]], specs: Mapping[Var, Spec] = _UNCUT):
         shapes: dict[tuple[Any, ...], list[Var]] = defaultdict(list)
         for values in units:
             seen: Counter[tuple[Any, ...]] = Counter()
             for v in values:
-                kind = v.aval.shape, v.aval.dtype
+                kind = v.aval.shape, v.aval.dtype, specs.get(v, ())
                 shapes[*kind, seen[kind]].append(v)
                 seen[kind] += 1
         self.slots: dict[Var, tuple[int, int]] = {}
         self._zero: Any = jnp.int32(0)
-        self._parts: list[int] = []
+        self._kinds: list[_Kind] = []
         self._arrays: list[Any] = []
-        for (shape, dtype, _), members in shapes.items():
-            parts = 1 if len(members) > 1 else _PARTS
-            if parts > 1 and (not shape or shape[0] % parts):
+        for (shape, dtype, spec, _), members in shapes.items():
+            kind = _kind(shape, spec, alone=len(members) == 1)
+            if kind is None:
                 continue
+            parts = kind.parts
             self.slots.update((v, (len(self._arrays), i * parts)) for i, v in enumerate(members))
-            slot = (shape[0] // parts, *shape[1:]) if parts > 1 else shape
-            array = jnp.zeros((len(members) * parts, *_packed(slot)), dtype)
-            self._parts.append(parts)
+            array = jnp.zeros((len(members) * parts, *kind.slot), dtype)
+            self._kinds.append(kind)
             self._arrays.append(jax.device_put(array, jax.memory.Space.Host))
 
     def write(self, v: Var, value: Any) -> None:
         """Copy the value of ``v`` from the device to its slot."""
         index, slot = self.slots[v]
-        for part in jnp.split(value, self._parts[index]) if self._parts[index] > 1 else [value]:
-            part = lax.reshape(part, _packed(part.shape))
+        kind = self._kinds[index]
+        for part in jnp.split(value, kind.parts, kind.axis) if kind.parts > 1 else [value]:
+            part = lax.reshape(part, kind.slot)
             away = jax.device_put(part, jax.memory.Space.Host)[None]
             self._arrays[index] = lax.dynamic_update_slice_in_dim(
                 self._arrays[index], away, slot, axis=0
@@ -85,22 +91,56 @@ class Stacks:
     def read(self, v: Var) -> Any:
         """Fetch the value of ``v``, after what was fetched before it."""
         index, slot = self.slots[v]
-        parts: list[Any] = []
-        for i in range(slot, slot + self._parts[index]):
+        kind, parts = self._kinds[index], list[Any]()
+        for i in range(slot, slot + kind.parts):
             away = lax.dynamic_index_in_dim(self._arrays[index], self._zero + i, keepdims=False)
-            parts.append(jax.device_put(away, jax.memory.Space.Device))
-            self.wait(parts[-1:])
-        whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-        return lax.reshape(whole, v.aval.shape)
+            fetched = jax.device_put(away, jax.memory.Space.Device)
+            self.wait([fetched])
+            parts.append(lax.reshape(fetched, kind.part))
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, kind.axis)
 
 
-def _packed(shape: tuple[int, ...]) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class _Kind:
+    """How values are put into slots.
+
+    Attributes:
+        parts: Slots of one value.
+        axis: Where it is split for them.
+        part: Shape of what goes to one slot.
+        slot: Shape that it has there.
+    """
+
+    parts: int
+    axis: int
+    part: tuple[int, ...]
+    slot: tuple[int, ...]
+
+
+def _kind(shape: tuple[int, ...], spec: Spec, *, alone: bool) -> _Kind | None:
+    """The slots for values of a shape; None where there can be none.
+
+    A dimension that is cut over devices is not split: that would send its parts about.
+    """
+    cut = [bool(axes) for axes in spec] or [False] * len(shape)
+    if not alone:
+        return _Kind(1, 0, shape, _packed(shape, cut))
+    whole = (i for i, n in enumerate(shape) if n % _PARTS == 0 and not cut[i])
+    axis = next(whole, None)
+    if axis is None:
+        return None
+    part = (*shape[:axis], shape[axis] // _PARTS, *shape[axis + 1 :])
+    return _Kind(_PARTS, axis, part, _packed(part, cut))
+
+
+def _packed(shape: tuple[int, ...], cut: Sequence[bool]) -> tuple[int, ...]:
     """The shape with its last axes merged, where they would fill a row of tiles by half or less.
 
-    Heads of 64 would be stored, and cross the link, as rows of 128.
+    Heads of 64 would be stored, and cross the link, as rows of 128. Of merged axes only the first
+    may be cut over devices: the others could not stay so.
     """
     row, axis = 1, len(shape)
-    while axis and 2 * row <= _ROW:
+    while axis and 2 * row <= _ROW and not any(cut[axis:]):
         axis -= 1
         row *= shape[axis]
     whole = axis and shape[axis - 1] % _COLUMN == 0  # else tiles cannot be cut into slots

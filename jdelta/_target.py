@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +101,14 @@ class Target:
             )
 
         return jax.tree.map(place, tree)
+
+    def host_share(self, placed: Any) -> float | None:
+        """Bytes of pinned host memory for each device of a process that arguments are placed on."""
+        if self.host_memory is None:
+            return None
+        devices = {d.id: d for d in _devices_of(placed) or self._devices[:1]}.values()
+        used = Counter(device.process_index for device in devices)
+        return self.host_memory / max(used.values())
 
     def _holds(self, sharding: Sharding) -> bool:
         if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):

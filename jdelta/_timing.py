@@ -37,6 +37,7 @@ from jdelta._chips import Rates
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop
 from jdelta._primitives import MATMULS
+from jdelta._shardy import UNSHARDED, Shardings
 from jdelta._stacks import Stacks
 
 TIMED = frozenset({"cuda", "tpu"})
@@ -60,7 +61,12 @@ MOST_AHEAD = 3
 
 
 def timed(
-    closed: Jaxpr, rates: Rates, platform: str, *, least: bool = False
+    closed: Jaxpr,
+    rates: Rates,
+    platform: str,
+    *,
+    least: bool = False,
+    shardings: Callable[[Jaxpr], Shardings] = lambda _: UNSHARDED,
 ) -> Callable[..., list[Any]]:
     """The program of a staged step with its transfers timed.
 
@@ -70,12 +76,13 @@ def timed(
         platform: Platform of the target.
         least: Whether the least memory matters more than hiding transfers: then nothing is fetched
             ahead of its use.
+        shardings: Tells how the values of a program are cut over devices.
 
     Returns:
         A function of the flat arguments of ``closed`` to its flat results.
     """
     program = _jax.copied_once(_jax.inline(closed))
-    timing = _Timing(program, Clock(rates, platform), least)
+    timing = _Timing(program, Clock(rates, platform, shardings(program)), least)
 
     def run(*args: Any) -> list[Any]:
         return _Evaluation(timing).run(args)
@@ -142,7 +149,7 @@ class _Timing:
 
     def _fetches(self) -> dict[int, list[Var]]:
         """Issue each fetch as many units ahead as it takes to hide it."""
-        into = [_bytes(hosts) / self.clock.rates.host_to_device for hosts in self.needs]
+        into = [self._bytes(hosts) / self.clock.rates.host_to_device for hosts in self.needs]
         units = [_jax.single(self.eqns[index]) for index in self.units]
         compute = [self.clock.seconds(unit) for unit in units]
         bound_by_link = sum(into) >= sum(compute)
@@ -169,7 +176,7 @@ class _Timing:
         stops = self._path({v for e in products for v in e.invars if _jax.is_var(v)})
         left = {i: self.elapsed[first] - self.elapsed[i + 1] for i in stops}
         ended = [i for i in stops if self.elapsed[i + 1] >= self.written]
-        seconds = _bytes(self.needs[0]) / self.clock.rates.host_to_device
+        seconds = self._bytes(self.needs[0]) / self.clock.rates.host_to_device
         hiding = [i for i in ended if left[i] >= seconds]
         index = max(hiding, default=min(ended, default=None))
         return None if index is None else (index, stops[index])
@@ -232,11 +239,18 @@ class _Timing:
     def _seconds_out(self, eqn: Eqn) -> float:
         """Seconds that an equation keeps the link to the host busy."""
         rate = self.clock.rates.device_to_host
-        return _bytes(eqn.outvars) / rate if _jax.crosses_to_host(eqn) else 0.0
+        return self._bytes(eqn.outvars) / rate if _jax.crosses_to_host(eqn) else 0.0
+
+    def _bytes(self, values: Sequence[Var]) -> float:
+        return float(sum(map(self.clock.bytes, values)))
 
     def _stacked(self) -> list[list[Var]]:
-        """What one copy makes and only units fetch, once for each of them."""
+        """What one copy makes and only units fetch, once for each of them.
+
+        With explicit axes slices of a stack would each need a sharding of their own: none is made.
+        """
         made = {e.outvars[0] for e in self.eqns if _jax.crosses_to_host(e)}
+        made = {v for v in made if not _jax.has_explicit_axes(v.aval)}
         for eqn in self.eqns:
             fetched = _host_inputs(eqn) if _jax.is_shielded(eqn) else ()
             made.difference_update(v for v in eqn.invars if _jax.is_var(v) and v not in fetched)
@@ -312,10 +326,6 @@ def _host_inputs(eqn: Eqn) -> list[Var]:
     return [v for v, is_fetched in zip(eqn.invars, fetched, strict=True) if is_fetched]
 
 
-def _bytes(values: Sequence[Var]) -> float:
-    return float(sum(map(_jax.bytes_of, values)))
-
-
 class _Evaluation:
     """One evaluation of a flat program under its timing."""
 
@@ -323,7 +333,7 @@ class _Evaluation:
         self.timing = timing
         self.device: dict[Var, Any] = {}
         self.late: dict[Var, Late] = {}
-        self.stacks = Stacks(timing.stacked)
+        self.stacks = Stacks(timing.stacked, timing.clock.shardings.specs)
         self.read = _variables_read(timing.program)
 
     def run(self, args: Sequence[Any]) -> list[Any]:

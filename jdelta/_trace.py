@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from jdelta._errors import TraceError
 from jdelta._graph import Graph, Operation, graph_of
 from jdelta._naming import RegionName
 from jdelta._region import AS_WRITTEN, Grouping, Session
+from jdelta._shardy import Shardings, Spec, shardings_of
 
 
 @dataclass(frozen=True)
@@ -76,20 +78,28 @@ class Trace:
         return self.aliases[name.region] + name.removeprefix(name.region)
 
 
-def trace(step_fn: Callable[..., Any], *args: Any, grouping: Grouping = AS_WRITTEN) -> Trace:
+def trace(
+    step_fn: Callable[..., Any],
+    *args: Any,
+    platform: str = "cpu",
+    grouping: Grouping = AS_WRITTEN,
+) -> Trace:
     """Stage a step and find its regions: those that are marked, or its own where none is.
 
     Args:
         step_fn: The step.
-        *args: Its arguments.
+        *args: Its arguments, or their shapes, with their shardings.
+        platform: Where it is to run.
         grouping: How its loops over layers are to be run.
 
     Raises:
         TraceError: The step takes no gradient, or none through a region.
     """
-    session, graph = _staged(step_fn, args, Session(grouping=grouping))
+    session, closed = _staged(step_fn, args, Session(grouping=grouping))
     if not session.called:
-        session, graph = _staged(step_fn, args, Session(automatic=True, grouping=grouping))
+        session, closed = _staged(step_fn, args, Session(automatic=True, grouping=grouping))
+    shardings = shardings_of(closed, args, platform)
+    graph = graph_of(closed, shardings)
     found: dict[str, tuple[int, int]] = {}
     for op, trips, loops in walk(graph):
         if isinstance(op.name, RegionName) and op.name.loops == 0:
@@ -99,7 +109,7 @@ def trace(step_fn: Callable[..., Any], *args: Any, grouping: Grouping = AS_WRITT
     _check(session, found)
     names = _plan_names(list(found))
     regions = tuple(
-        Region(names[traced], traced, *_derivative(session, traced), trips, loops)
+        Region(names[traced], traced, *_derivative(session, traced, shardings), trips, loops)
         for traced, (trips, loops) in found.items()
     )
     return Trace(graph, regions, session.automatic, grouping, _fingerprint(graph))
@@ -107,14 +117,20 @@ def trace(step_fn: Callable[..., Any], *args: Any, grouping: Grouping = AS_WRITT
 
 def _staged(
     step_fn: Callable[..., Any], args: tuple[Any, ...], session: Session
-) -> tuple[Session, Graph]:
+) -> tuple[Session, _jax.Jaxpr]:
     with tracing(session):
-        return session, graph_of(jax.make_jaxpr(step_fn)(*args))
+        return session, jax.make_jaxpr(step_fn)(*args)
 
 
-def _derivative(session: Session, traced: str) -> tuple[Graph, int]:
+def _derivative(session: Session, traced: str, step: Shardings) -> tuple[Graph, int]:
+    """The derivative of a region, each of its values sharded as in the step."""
     closed, primals = session.derivatives[traced]
-    return graph_of(closed, unfold_loops=True), primals
+    specs: dict[_jax.Var, Spec] = {}
+    for eqn in _jax.equations(closed):
+        name = _jax.named_value(eqn)
+        if name is not None and name in step.names:
+            specs[eqn.outvars[0]] = specs[eqn.invars[0]] = step.names[name]
+    return graph_of(closed, dataclasses.replace(step, specs=specs), unfold_loops=True), primals
 
 
 def walk(graph: Graph, trips: int = 1, loops: int = 0) -> Iterator[tuple[Operation, int, int]]:
@@ -178,5 +194,5 @@ def _fingerprint(graph: Graph) -> str:
     for op, trips, _ in walk(graph):
         digest.update(f"{op.primitive} {op.inputs} {op.outputs} {op.name} {trips};".encode())
     for value in graph.values:
-        digest.update(f"{value.shape}{value.dtype};".encode())
+        digest.update(f"{value.shape}{value.dtype}{value.spec};".encode())
     return digest.hexdigest()[:16]

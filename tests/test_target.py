@@ -25,6 +25,7 @@ RATES = Rates(
     bandwidth=8.0,
     device_to_host=0.5,
     host_to_device=0.25,
+    interconnect=4.0,
 )
 
 
@@ -190,6 +191,16 @@ def test_abstract_replicates_beside_a_mesh():
     shapes = resolve("cpu").abstract([jax.device_put(jnp.ones(4), sharded), np.ones(3)])
     assert shapes[0].sharding == sharded
     assert shapes[1].sharding == NamedSharding(sharded.mesh, PartitionSpec())
+
+
+def test_the_devices_of_a_process_share_its_host_memory():
+    target = dataclasses.replace(resolve("cpu"), host_memory=800)
+    mesh = Mesh(np.array(jax.local_devices()[:4]), ["axis0"])
+    cut = NamedSharding(mesh, PartitionSpec("axis0"))
+    over_four = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=cut)
+    assert target.host_share(target.abstract([over_four])) == 200
+    assert target.host_share(target.abstract([np.ones(3)])) == 800
+    assert dataclasses.replace(target, host_memory=None).host_share([over_four]) is None
 
 
 @pytest.mark.compiler

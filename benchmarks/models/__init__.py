@@ -38,6 +38,7 @@ def build(
     span: int | None = None,
     dtype: Any = None,
     dropout: float | None = None,
+    rows: Any = None,
 ) -> Case:
     """Builds the training step of a model.
 
@@ -51,6 +52,7 @@ def build(
         span: Scanned blocks under one further `jax.checkpoint`, a scan of scans.
         dtype: Type to compute in, in place of the usual one.
         dropout: Dropout rate in place of the usual one.
+        rows: Sharding of the residual stream over devices.
 
     Returns:
         The case.
@@ -59,7 +61,8 @@ def build(
         ValueError: If the model is unknown or lacks an option that was given.
     """
     config = find(name).small() if small else find(name)
-    given = {"batch": batch, "length": length, "span": span, "dtype": dtype, "dropout": dropout}
+    given = {"batch": batch, "length": length, "span": span, "dtype": dtype}
+    given |= {"dropout": dropout, "rows": rows}
     options = {key: value for key, value in given.items() if value is not None}
     if scan:
         options["scan"] = True

@@ -37,6 +37,7 @@ class Config:
         param_dtype: Type of parameters and optimiser state.
         scan: Whether one block is scanned over stacked parameters.
         span: Scanned blocks under one further recompute decorator of JAX's; 1: there is none.
+        rows: Sharding of the residual stream `[batch, length, width]`; None: left to the compiler.
         rate: Peak learning rate.
         warmup: Warm-up steps.
     """
@@ -55,6 +56,7 @@ class Config:
     param_dtype: Any = jnp.float32
     scan: bool = False
     span: int = 1
+    rows: Any = None
     rate: float = 4e-4
     warmup: int = 2000
 
@@ -193,7 +195,7 @@ def score(
     config: Config, params: dict[str, Any], tokens: jax.Array, block: Callable[..., jax.Array]
 ) -> jax.Array:
     """Float32 logits `[batch, length, vocab]` of the next token for tokens `[batch, length]`."""
-    x = params["embed"].astype(config.dtype)[tokens]
+    x = cut(config, params["embed"].astype(config.dtype)[tokens])
     if config.scan:
         x = scanned(config, params["h"], x, block)
     else:
@@ -221,12 +223,17 @@ def scanned(
 
 def transform(config: Config, params: dict[str, Any], x: jax.Array) -> jax.Array:
     """One block on `[batch, length, width]`: the unit of recompute."""
-    x = checkpoint_name(x, "decoder_layer_input")
+    x = checkpoint_name(cut(config, x), "decoder_layer_input")
     params = jax.tree.map(lambda weight: weight.astype(config.dtype), params)
     with jax.named_scope("attn"):
         x = x + attend(config, params["attn"], rms_norm(x, params["norm_1"]))
     with jax.named_scope("mlp"):
-        return x + swiglu(params["mlp"], rms_norm(x, params["norm_2"]))
+        return cut(config, x + swiglu(params["mlp"], rms_norm(x, params["norm_2"])))
+
+
+def cut(config: Config, x: jax.Array) -> jax.Array:
+    """The residual stream, cut over devices as the configuration says."""
+    return x if config.rows is None else jax.lax.with_sharding_constraint(x, config.rows)
 
 
 def attend(config: Config, params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -273,6 +280,19 @@ MODELS = {
         width=4096,
         groups=8,
         hidden=14336,
+        vocab=128_256,
+        base=500_000.0,
+        batch=1,
+        length=8192,
+        dtype=jnp.bfloat16,
+        param_dtype=jnp.bfloat16,
+    ),
+    "llama3-70b": Config(
+        layers=80,
+        width=8192,
+        heads=64,
+        groups=8,
+        hidden=28672,
         vocab=128_256,
         base=500_000.0,
         batch=1,

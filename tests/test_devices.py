@@ -1,0 +1,356 @@
+"""Steps cut over eight devices: results, shardings, bytes per device, exchanges, the same plan."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compilers import needs_cuda
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdelta
+from benchmarks.sharded import Cut, case
+from jdelta import Decision, _jax
+from jdelta._collective import Collective, collectives
+from jdelta._emit import Step, emit
+from jdelta._graph import graph_of
+from jdelta._measure import measure
+from jdelta._policy import Policy
+from jdelta._residual import residuals
+from jdelta._shardy import Axis, local_shape, shardings_of
+from jdelta._stacks import _Kind, _kind
+from jdelta._target import resolve
+from jdelta._timing import timed
+from jdelta._trace import trace, walk
+from tests.parallel import HIDDEN, LAYERS, PARALLEL, ROWS, WIDTH
+from tests.planning import planned, under
+from tests.test_steps import loops_of
+from tests.test_timing import offloading
+
+KINDS = list(PARALLEL)
+MAPPED = [kind for kind in KINDS if "shard_map" in kind]
+
+
+def identity(block):
+    return block
+
+
+def assert_same(got, expected):
+    """Equal values, cut over the devices alike."""
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+def found_residuals(kind):
+    """The residuals of the marked, scanned step, by the last parts of their names."""
+    parallel = PARALLEL[kind]
+    mesh = parallel.local_mesh()
+    with parallel.context(mesh):
+        found = trace(parallel.step(jdelta.remat), *parallel.shapes(mesh))
+    (region,) = found.regions
+    return {r.name.split("/", 1)[1]: r for r in residuals(region, resolve("cpu"))}
+
+
+FORMS = [(jdelta.remat, True), (identity, False)]
+
+
+@pytest.mark.parametrize(("unit", "scan"), FORMS, ids=["marked, scanned", "found, unrolled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_and_their_shardings_equal_the_plain_step(kind, unit, scan):
+    parallel = PARALLEL[kind]
+    args = parallel.arguments()
+    step, plain = parallel.step(unit, scan=scan), parallel.step(scan=scan)
+    with parallel.context(parallel.local_mesh()):
+        found, decisions = planned(step, 0.4, *args)
+        got, expected = jax.jit(under(found, decisions, step))(*args), jax.jit(plain)(*args)
+    assert found.automatic == (unit is identity)
+    assert {Decision.SAVE, Decision.RECOMPUTE} <= set(decisions.values())
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_fits_and_its_step_runs(kind):
+    parallel = PARALLEL[kind]
+    args = parallel.arguments()
+    with parallel.context(parallel.local_mesh()):
+        plan = jdelta.plan(parallel.step(jdelta.remat), 0.8, *args)
+        got, expected = plan.jit()(*args), jax.jit(parallel.step())(*args)
+    assert plan.floor < plan.compiled_peak <= plan.budget < plan.ceiling
+    assert plan.predicted_peak == pytest.approx(plan.compiled_peak, rel=0.15)
+    assert {Decision.SAVE, Decision.RECOMPUTE} <= set(plan.decisions.values())
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MAPPED])
+def test_bytes_are_those_of_one_device(kind):
+    parts = PARALLEL[kind].parts
+    checked = Counter()
+    for r in found_residuals(kind).values():
+        if r.shape[-1] in parts:
+            whole = LAYERS * int(np.prod(r.shape)) * 4
+            assert (r.count, r.bytes) == (LAYERS, whole // parts[r.shape[-1]]), r.name
+            assert np.prod(local_shape(r.shape, r.spec)) * 4 * LAYERS == r.bytes
+            checked[r.shape[-1]] += 1
+    assert set(checked) == set(parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inside", "after"),
+    [
+        ("shard_map", (ROWS // 4, HIDDEN // 2), (ROWS // 4, WIDTH)),
+        ("shard_map step", (ROWS // 8, HIDDEN), (ROWS // 8, WIDTH)),
+    ],
+)
+def test_in_a_shard_map_shapes_are_those_of_one_device(kind, inside, after):
+    found = found_residuals(kind)
+    for name, shape in {"dot_general": inside, "dot_general_1": after}.items():
+        assert found[name].shape == shape
+        assert found[name].bytes == LAYERS * shape[0] * shape[1] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_compiled_program_takes_these_bytes_for_what_is_kept(kind):
+    parallel = PARALLEL[kind]
+    mesh, target = parallel.local_mesh(), resolve("cpu")
+    args = parallel.shapes(mesh)
+    fun = parallel.step(jdelta.remat)
+    peaks = {}
+    with parallel.context(mesh):
+        found = trace(fun, *args)
+        step = Step(fun, args, (0,), target, found.aliases)
+        kept = [r for region in found.regions for r in residuals(region, target) if r.needed]
+        for decision in (Decision.SAVE, Decision.RECOMPUTE):
+            policy = Policy.of({r.name: decision for r in kept}, found.loops, "cpu")
+            peaks[decision] = measure(emit(step, policy).lower(), target)[1].temporaries
+    more = peaks[Decision.SAVE] - peaks[Decision.RECOMPUTE]
+    assert more == pytest.approx(sum(r.bytes for r in kept), rel=0.25)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MAPPED])
+def test_exactly_the_planned_residuals_are_stacked_by_a_loop(kind):
+    parallel = PARALLEL[kind]
+    mesh = parallel.local_mesh()
+    args = parallel.shapes(mesh)
+    step = parallel.step(jdelta.remat)
+    stacks = {}
+    with parallel.context(mesh):
+        for share in (0.0, 0.4):
+            found, decisions = planned(step, share, *args)
+            jaxpr = jax.make_jaxpr(under(found, decisions, step))(*args)
+            forward = next(loops_of(jaxpr, LAYERS))
+            carry = _jax.scan_counts(forward.params)[1]
+            stacks[share] = Counter(v.aval.size // LAYERS for v in forward.outvars[carry:])
+        (region,) = found.regions
+        sizes = {r.name: int(np.prod(r.shape)) for r in residuals(region, resolve("cpu"))}
+    expected = Counter(sizes[n] for n, d in decisions.items() if d is Decision.SAVE and n in sizes)
+    assert expected
+    assert stacks[0.4] - stacks[0.0] == expected
+
+
+TIMED = [(kind, "cuda", True) for kind in KINDS] + [(kind, "tpu", False) for kind in KINDS]
+
+
+@pytest.mark.parametrize(("kind", "platform", "scan"), TIMED)
+def test_results_are_the_same_with_everything_offloaded(kind, platform, scan):
+    parallel = PARALLEL[kind]
+    args = parallel.arguments()
+    with parallel.context(parallel.local_mesh()):
+        staged, gone = offloading(parallel.step(jdelta.remat, scan=scan), args, ("*",))
+        rates = resolve("tpu:v5e:2x2").rates
+        run = timed(staged, rates, platform, shardings=lambda c: shardings_of(c, args, platform))
+        results = jax.jit(run)(*jax.tree.leaves(args))
+        expected = jax.tree.leaves(jax.jit(parallel.step(scan=scan))(*args))
+    assert gone >= 6
+    for value, other in zip(results, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
+def test_slots_of_host_arrays_do_not_split_what_is_cut():
+    by_rows = ((Axis("data", 4),), (), ())
+    assert _kind((4, 64, 96), by_rows, alone=True) == _Kind(2, 1, (4, 32, 96), (4, 32, 96))
+    assert _kind((4, 64, 96), (), alone=True) == _Kind(2, 0, (2, 64, 96), (2, 64, 96))
+    heads = ((), (), (Axis("model", 4),), ())
+    assert _kind((8, 32, 8, 16), heads, alone=False) == _Kind(1, 0, (8, 32, 8, 16), (8, 32, 128))
+    inside = ((), (), (), (Axis("model", 4),))
+    assert _kind((8, 32, 8, 16), inside, alone=False) == _Kind(1, 0, *[(8, 32, 8, 16)] * 2)
+    assert _kind((4,), ((Axis("data", 4),),), alone=True) is None
+
+
+# What devices send each other
+
+
+def exchanges(fun, mesh, *shapes_and_specs):
+    """Primitive and exchange of each operation that takes one."""
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in shapes_and_specs
+    ]
+    placed = resolve("tpu:v5e:2x2").abstract(args)
+    jaxpr = jax.make_jaxpr(fun)(*placed)
+    graph = graph_of(jaxpr, shardings_of(jaxpr, placed, "tpu"))
+    return [(op.primitive, one) for op, _, _ in walk(graph) for one in collectives(graph, op)]
+
+
+GRID = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+LINE = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def test_a_contracted_dimension_that_is_cut_is_summed():
+    assert exchanges(jnp.dot, GRID, ((8, 4), P("data", "model")), ((4, 6), P("model"))) == [
+        ("dot_general", Collective("all-reduce", 4 * 6 * 4, 2))
+    ]
+
+
+def test_a_weight_that_is_cut_is_gathered():
+    assert exchanges(jnp.dot, LINE, ((8, 4), P("data")), ((4, 8), P("data"))) == [
+        ("dot_general", Collective("all-gather", 4 * 8 * 4, 4))
+    ]
+
+
+def test_a_gradient_that_is_cut_is_scattered():
+    def gradient(x, y):
+        dw = jnp.einsum("bi,bo->io", x, y)
+        return jax.lax.with_sharding_constraint(dw, NamedSharding(LINE, P("data")))
+
+    found = exchanges(gradient, LINE, ((8, 4), P("data")), ((8, 8), P("data")))
+    assert [one for _, one in found] == [Collective("reduce-scatter", 4 * 8 * 4, 4)]
+
+
+def test_a_constraint_moves_a_value():
+    def to(spec):
+        return lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(LINE, spec)) * 2
+
+    by_rows = (8, 4), P("data")
+    gathered = ("reshard", Collective("all-gather", 8 * 4 * 4, 4))
+    crossed = ("reshard", Collective("all-to-all", 8 * 4, 4))
+    assert exchanges(to(P(None, None)), LINE, by_rows) == [gathered]
+    assert exchanges(to(P(None, "data")), LINE, by_rows) == [crossed]
+    assert exchanges(to(P("data")), LINE, by_rows) == []
+
+
+def test_the_collectives_of_a_shard_map_are_found():
+    def part(x):
+        return jax.lax.psum(x, "data") + jax.lax.all_gather(x, "data", tiled=True)[:2]
+
+    run = jax.shard_map(part, mesh=LINE, in_specs=P("data"), out_specs=P(), check_vma=False)
+    assert exchanges(run, LINE, ((8, 4), P("data"))) == [
+        ("psum", Collective("all-reduce", 2 * 4 * 4, 4)),
+        ("all_gather", Collective("all-gather", 8 * 4 * 4, 4)),
+    ]
+
+
+def test_rings_send_each_byte_to_all_but_one():
+    rates = dataclasses.replace(resolve("tpu:v5e:2x2").rates, interconnect=10.0)
+    seconds = [Collective(kind, 100, 4).seconds(rates) for kind in ("all-gather", "all-reduce")]
+    assert seconds == [7.5, 15.0]
+
+
+@jdelta.remat
+def pair(ws, x, z):
+    """Two values of one size: one summed over devices, one that takes more arithmetic."""
+    return jnp.sin(x @ ws[0]) * jnp.sin(z @ ws[1])
+
+
+@pytest.mark.parametrize(("speed", "kept"), [(1e6, "dot_general"), (1e18, "dot_general_1")])
+def test_what_was_exchanged_is_kept_unless_that_is_cheap(speed, kept, monkeypatch):
+    real = resolve("tpu:v5e:2x2")
+    rates = dataclasses.replace(real.rates, interconnect=speed)
+    monkeypatch.setattr("tests.planning.resolve", lambda _: dataclasses.replace(real, rates=rates))
+    specs = (P("model"), P()), P("data", "model"), P("data")
+    shapes = ((256, 256), (2048, 256)), (4096, 256), (4096, 2048)
+    args = jax.tree.map(
+        lambda shape, spec: jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=NamedSharding(GRID, spec)
+        ),
+        *(shapes, specs),
+        is_leaf=lambda node: isinstance(node, tuple) and isinstance(node[0], int),
+    )
+    step = jax.grad(lambda ws, x, z: jnp.sum(pair(ws, x, z)))
+    _, decisions = planned(step, 0.25, *real.abstract(args))
+    assert {n for n, d in decisions.items() if d is Decision.SAVE} == {f"pair/{kept}"}
+
+
+def test_another_partitioner_is_an_error():
+    parallel = PARALLEL["data"]
+    args = parallel.shapes(parallel.local_mesh())
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        with pytest.raises(jdelta.TargetError, match="jax_use_shardy_partitioner is off"):
+            trace(parallel.step(jdelta.remat), *args)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+
+
+# One plan on every process
+
+PLAN = """
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import jdelta
+from tests.parallel import PARALLEL
+parallel = PARALLEL["tensor"]
+mesh = parallel.local_mesh()
+jdelta.plan(parallel.step(jdelta.remat), 0.8, *parallel.shapes(mesh)).save({path!r})
+"""
+
+
+def test_every_process_makes_the_same_plan(tmp_path):
+    plans = []
+    for seed in ("1", "2"):
+        path = str(tmp_path / f"{seed}.json")
+        subprocess.run(
+            [sys.executable, "-c", PLAN.format(path=path)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[1],
+            check=True,
+        )
+        plans.append(Path(path).read_text())
+    assert json.loads(plans[0])["policy"]["saved"]
+    assert plans[0] == plans[1]
+
+
+def test_specifications_are_read_part_by_part():
+    half = (Axis("data", 4), Axis("model:1", 2))
+    assert local_shape((16, 10), (half, ())) == (2, 10)
+    assert local_shape((9,), ((Axis("data", 4),),)) == (3,)
+
+
+# Devices that are not here
+
+SMALL = {"name": "llama-160m", "length": 1024}
+AHEAD = [
+    Cut(SMALL, "tpu:v6e:4x4", 4, 4, 16),
+    Cut(SMALL, "tpu:v5p:4x4x4", 16, 4, 64),
+    pytest.param(Cut(SMALL, "cuda:h100:1x1x8", 8, 1, 32), marks=needs_cuda),
+]
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("cut", AHEAD, ids=lambda cut: cut.target)
+def test_ahead_of_time_the_peak_of_a_device_is_within_the_budget(cut):
+    made = case(cut, remat=jdelta.remat)
+    pin = {"block/mlp/mlpwi_0": "offload"} if "v5p" not in cut.target else {}
+    plan = jdelta.plan(
+        made.step, 0.7, made.state, made.batch, target=cut.target, donate_argnums=0, pin=pin
+    )
+    assert plan.floor <= plan.compiled_peak <= plan.budget < plan.ceiling
+    assert plan.predicted_peak == pytest.approx(plan.compiled_peak, rel=0.05)
+    size = 12 * (cut.batch // cut.data) * 1024 * (3072 // cut.tensor) * 4
+    assert {r.name: r.bytes for r in plan.residuals}["block/mlp/mlpwi_0"] == size
+    assert plan.host_bytes == (size if pin else 0)
+    if pin:  # what is on the host is cut as on the device
+        shapes = re.findall(r"f32\[([\d,]+)\]{[^}]*S\(5\)", plan.compiled.as_text())
+        held = {math.prod(map(int, shape.split(","))) * 4 for shape in shapes}
+        assert size in held
+        assert held <= {size, size // 12}
