@@ -26,7 +26,7 @@ BARRIER = "optimization_barrier"
 TRANSFER = "transfer"
 """Copies a value between device and host memory."""
 
-_WRAPPERS = _jax.CALLS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,13 @@ class _Builder:
     def run(
         self, eqns: Sequence[Eqn], env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
     ) -> None:
-        for eqn in eqns:
+        for eqn in map(_jax.plain, eqns):
             stack = _jax.name_stack(eqn)
             back = backward or "transpose(" in stack
             path = scope_path(stack)  # of an inlined body: sometimes whole, sometimes relative
             below = path if path[: len(scope)] == scope else (*scope, *path)
-            if eqn.primitive.name in _WRAPPERS and any(True for _ in _jax.subjaxprs(eqn)):
+            is_call = _jax.is_call(eqn) or eqn.primitive.name in _CUSTOM
+            if is_call and any(True for _ in _jax.subjaxprs(eqn)):
                 self._inline(eqn, env, backward=back, scope=below)
             elif self.unfold_loops and eqn.primitive.name == "scan":
                 self.times *= eqn.params["length"]

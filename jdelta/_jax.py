@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
+from jax.extend.core import primitives
 
 Array: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.generic
 Jaxpr: TypeAlias = Any
@@ -190,13 +190,27 @@ def read(env: Mapping[Var, Any], atoms: Sequence[Atom]) -> list[Any]:
     return [env[a] if is_var(a) else a.val for a in atoms]
 
 
+def is_call(eqn: Eqn) -> bool:
+    """Whether the body of an equation can stand for it, in values and in derivatives."""
+    return eqn.primitive.name in CALLS or _is_checkpoint(eqn)
+
+
+def _is_checkpoint(eqn: Eqn) -> bool:
+    """Whether the equation is a ``jax.checkpoint`` made with ``jax_remat3`` on."""
+    return type(eqn.params.get("_prim")).__name__ == "RematTraced"
+
+
 def subjaxpr(eqn: Eqn) -> Jaxpr:
     """The single body of a call-like equation."""
+    if _is_checkpoint(eqn):
+        return eqn.params["_prim"].jaxpr
     return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
 
 
 def subjaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
     """All jaxprs in the parameters of an equation."""
+    if _is_checkpoint(eqn):
+        yield subjaxpr(eqn)
     for value in eqn.params.values():
         for leaf in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(leaf, "eqns"):
@@ -215,7 +229,7 @@ def may_inline(eqn: Eqn) -> bool:
     """Whether the equation is a call that can be replaced by its body."""
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     placed = any(type(s).__name__ != "UnspecifiedValue" for s in shardings)
-    return eqn.primitive.name in CALLS and not placed and not eqn.effects
+    return is_call(eqn) and not placed and not eqn.effects
 
 
 def is_shielded(eqn: Eqn) -> bool:
@@ -231,6 +245,29 @@ def label(eqn: Eqn) -> str:
     return eqn.primitive.name
 
 
+def checkpointed(
+    fun: Callable[..., Sequence[Any]], policy: Callable[..., Any], *, prevent_cse: bool
+) -> Callable[..., list[Any]]:
+    """``jax.checkpoint`` of a function of arrays, the same whether ``jax_remat3`` is on or off.
+
+    With it on, ``jax.checkpoint`` looks for names before JVP, where a region has none yet (and jax
+    0.10 ignores policies). The primitive that it binds with the flag off is there in both cases.
+    """
+
+    def call(*args: Any) -> list[Any]:
+        closed = jax.make_jaxpr(fun)(*args)
+        return primitives.remat_p.bind(
+            *consts_of(closed),
+            *args,
+            jaxpr=open_jaxpr(hoist_consts(closed)),
+            prevent_cse=prevent_cse,
+            differentiated=False,
+            policy=policy,
+        )
+
+    return call
+
+
 def name_stack(eqn: Eqn) -> str:
     """The scopes an equation was traced under, transformations included, joined by slashes."""
     return str(eqn.source_info.name_stack)
@@ -238,8 +275,9 @@ def name_stack(eqn: Eqn) -> str:
 
 @functools.cache
 def _name_jaxpr() -> Jaxpr:
-    """A program of one ``checkpoint_name``, as a template."""
-    return open_jaxpr(jax.make_jaxpr(lambda x: checkpoint_name(x, ""))(np.float32(0)))
+    """A program of one ``checkpoint_name``, as a template, whatever ``jax_remat3`` says."""
+    bind = functools.partial(primitives.name_p.bind, name="")
+    return open_jaxpr(jax.make_jaxpr(bind)(np.float32(0)))
 
 
 def _name_equation() -> Eqn:
@@ -248,8 +286,19 @@ def _name_equation() -> Eqn:
 
 def named_value(eqn: Eqn) -> str | None:
     """The name that a ``checkpoint_name`` equation gives; None for any other equation."""
-    is_name = eqn.primitive is _name_equation().primitive
-    return eqn.params["name"] if is_name else None
+    if eqn.primitive is primitives.name_p:
+        return eqn.params["name"]
+    given = eqn.params.get("_prim")  # with jax_remat3 on
+    is_name = type(given).__name__ in ("CheckpointName", "CheckpointNameFwd")
+    return given.name if is_name else None
+
+
+def plain(eqn: Eqn) -> Eqn:
+    """The equation; a ``checkpoint_name`` made with ``jax_remat3`` on as it is made with it off."""
+    name = named_value(eqn)
+    if name is None or eqn.primitive is primitives.name_p:
+        return eqn
+    return eqn.replace(primitive=primitives.name_p, params={"name": name})
 
 
 def name_equation(source: Var, target: Var, name: str, like: Eqn) -> Eqn:
@@ -313,7 +362,7 @@ def inline(closed: Jaxpr) -> Jaxpr:
                 call(eqn)
                 continue
             outvars = [new_var(v.aval) if is_var(v) else v for v in eqn.outvars]
-            eqns.append(eqn.replace(invars=[now(v) for v in eqn.invars], outvars=outvars))
+            eqns.append(plain(eqn).replace(invars=[now(v) for v in eqn.invars], outvars=outvars))
             became.update(zip(eqn.outvars, outvars, strict=True))
 
     def call(eqn: Eqn) -> None:

@@ -130,7 +130,7 @@ class _Rewrite:
         return self.became.get(atom, atom) if _jax.is_var(atom) else atom
 
     def _equations(self, eqns: Sequence[Eqn], path: tuple[str, ...]) -> None:
-        for eqn in eqns:
+        for eqn in map(_jax.plain, eqns):
             if _jax.may_inline(eqn):
                 self._inline(eqn, path)
             else:

@@ -156,7 +156,7 @@ def region(
         )
         if chosen is not None:
             shield = chosen.prevents_cse(name) if prevent_cse is None else prevent_cse
-            run = jax.checkpoint(run, policy=chosen, prevent_cse=shield)
+            run = _jax.checkpointed(run, chosen, prevent_cse=shield)
         outputs = run(*_jax.consts_of(closed), *arrays)
         return jax.tree.unflatten(out_tree, outputs)
 
