@@ -54,7 +54,10 @@ class Operation:
             and of a barrier.
         outputs: Indices into ``Graph.values``.
         params: Parameters of the equation.
-        body: Body of a loop, as a graph of its own; None for everything else.
+        body: Body of a loop or largest branch of a ``cond``, as a graph of its own; None for
+            everything else.
+        others: The other branches of a ``cond``.
+        has_effects: Whether it does something beside giving its results.
         trips: How often ``body`` runs; 1 without a body.
         name: The name that a ``name`` equation gives; None for everything else.
         backward: Whether it was made by transposition, so belongs to a backward pass.
@@ -72,6 +75,13 @@ class Operation:
     backward: bool = False
     scope: tuple[str, ...] = ()
     times: int = 1
+    others: tuple[Graph, ...] = ()
+    has_effects: bool = False
+
+    @property
+    def bodies(self) -> tuple[Graph, ...]:
+        """The body and the other branches."""
+        return () if self.body is None else (self.body, *self.others)
 
 
 @dataclass
@@ -124,8 +134,9 @@ def graph_of(
     Args:
         jaxpr: The program.
         shard: Gives the shape of an abstract value on one device; default: as it is.
-        unfold_loops: Put the operations of ``scan`` bodies once into the graph itself, with
-            ``times`` set, instead of into a graph of their own: for questions of dependence.
+        unfold_loops: Put the operations of ``scan`` bodies and of the branches of a ``cond`` once
+            into the graph itself, with ``times`` set, instead of into a graph of their own: for
+            questions of dependence.
     """
     builder = _Builder(shard, unfold_loops)
     inner = _jax.open_jaxpr(jaxpr)
@@ -168,22 +179,58 @@ class _Builder:
                 self.times *= eqn.params["length"]
                 self._inline(eqn, env, backward=back, scope=below)
                 self.times //= max(1, eqn.params["length"])
+            elif self.unfold_loops and eqn.primitive.name == "cond":
+                self._join(eqn, env, backward=back, scope=below)
             else:
                 self._operation(eqn, env, back, below)
 
     def _inline(
         self, eqn: Eqn, env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
     ) -> None:
-        inner = _jax.open_jaxpr(_jax.subjaxpr(eqn))
         inputs = [self.read(env, a) for a in eqn.invars]
         if _jax.is_shielded(eqn):
             inputs = self._barrier(inputs, backward)
+        outputs = self._call(_jax.subjaxpr(eqn), inputs, backward=backward, scope=scope)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+
+    def _call(
+        self,
+        body: Jaxpr,
+        inputs: Sequence[int | None],
+        *,
+        backward: bool,
+        scope: tuple[str, ...],
+    ) -> list[int | None]:
+        """Put the operations of a body into the graph."""
+        inner = _jax.open_jaxpr(body)
         local: dict[Var, Any] = {v: self.value(v.aval) for v in inner.constvars}
         self.graph.inputs += local.values()
         local |= dict(zip(inner.invars, inputs, strict=True))
         self.run(inner.eqns, local, backward=backward, scope=scope)
-        for outer, atom in zip(eqn.outvars, inner.outvars, strict=True):
-            env[outer] = self.read(local, atom)
+        return [self.read(local, atom) for atom in inner.outvars]
+
+    def _join(
+        self, eqn: Eqn, env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
+    ) -> None:
+        """Put all branches of a ``cond`` into the graph, and one of their results for another."""
+        index, *inputs = [self.read(env, a) for a in eqn.invars]
+        results = [
+            self._call(branch, inputs, backward=backward, scope=scope)
+            for branch in eqn.params["branches"]
+        ]
+        for var, *made in zip(eqn.outvars, *results, strict=True):
+            env[var] = self.value(var.aval)
+            read = tuple(v for v in (index, *made) if v is not None)
+            join = Operation(
+                eqn.primitive.name,
+                read,
+                (env[var],),
+                eqn.params,
+                backward=backward,
+                scope=scope,
+                times=self.times,
+            )
+            self.graph.operations.append(join)
 
     def _barrier(self, inputs: Sequence[int | None], backward: bool) -> list[int | None]:
         """What a shielded recompute starts from: written to memory, whatever it is."""
@@ -207,40 +254,42 @@ class _Builder:
         for var in eqn.outvars:
             env[var] = self.value(var.aval)
             outputs.append(env[var])
-        body, trips = _loop(eqn, self.shard)
+        bodies, trips = _bodies(eqn, self.shard)
         self.graph.operations.append(
             Operation(
                 primitive=TRANSFER if _jax.is_transfer(eqn) else eqn.primitive.name,
                 inputs=tuple(v for v in inputs if v is not None),
                 outputs=tuple(outputs),
                 params=eqn.params,
-                body=body,
+                body=bodies[0] if bodies else None,
+                others=tuple(bodies[1:]),
                 trips=trips,
                 name=_jax.named_value(eqn),
                 backward=backward,
                 scope=scope,
                 times=self.times,
+                has_effects=bool(eqn.effects),
             )
         )
 
 
-def _loop(eqn: Eqn, shard: Callable[[Any], Sequence[int]] | None) -> tuple[Graph | None, int]:
-    """The body and trip count of a loop; a ``while`` counts once, a ``cond`` as its largest arm."""
+def _bodies(eqn: Eqn, shard: Callable[[Any], Sequence[int]] | None) -> tuple[list[Graph], int]:
+    """Body and trip count of a loop (a ``while`` counts once); branches, the largest one first."""
     if eqn.primitive.name == "scan":
-        return graph_of(eqn.params["jaxpr"], shard), eqn.params["length"]
+        return [graph_of(eqn.params["jaxpr"], shard)], eqn.params["length"]
     if eqn.primitive.name == "while":
-        return graph_of(eqn.params["body_jaxpr"], shard), 1
+        return [graph_of(eqn.params["body_jaxpr"], shard)], 1
     if eqn.primitive.name == "cond":
-        arms = [graph_of(branch, shard) for branch in eqn.params["branches"]]
-        return max(arms, key=lambda arm: len(arm.operations)), 1
-    return None, 1
+        branches = [graph_of(branch, shard) for branch in eqn.params["branches"]]
+        return sorted(branches, key=lambda b: len(b.operations), reverse=True), 1
+    return [], 1
 
 
 def _without_dead_code(graph: Graph) -> Graph:
     alive = {v for v in graph.outputs if v is not None}
     kept: list[Operation] = []
     for op in reversed(graph.operations):
-        if alive.intersection(op.outputs) or op.primitive in ("debug_callback", "io_callback"):
+        if alive.intersection(op.outputs) or op.has_effects:
             kept.append(op)
             alive.update(op.inputs)
     return dataclasses.replace(graph, operations=kept[::-1])

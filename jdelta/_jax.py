@@ -238,10 +238,12 @@ def is_shielded(eqn: Eqn) -> bool:
 
 
 def label(eqn: Eqn) -> str:
-    """What to call an equation in names: the function of a custom rule, else the primitive."""
+    """What to call an equation in names: the function of a custom rule or kernel, or the primitive."""
     if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         info = getattr(open_jaxpr(subjaxpr(eqn)), "debug_info", None)
         return getattr(info, "func_name", eqn.primitive.name)
+    if eqn.primitive.name == "pallas_call":
+        return eqn.params.get("name") or eqn.primitive.name
     return eqn.primitive.name
 
 
@@ -303,7 +305,7 @@ def plain(eqn: Eqn) -> Eqn:
 
 def name_equation(source: Var, target: Var, name: str, like: Eqn) -> Eqn:
     """``target = checkpoint_name(source, name)``, at the source line of ``like``."""
-    return _from_template(_name_equation(), source, target, like, name=name)
+    return _from_template(_name_equation(), [source], target, like, name=name)
 
 
 def renamed(eqn: Eqn, name: str) -> Eqn:
@@ -319,15 +321,49 @@ def _barrier_equation() -> Eqn:
 
 def barrier_equation(source: Var, target: Var, like: Eqn) -> Eqn:
     """``target = optimization_barrier(source)``, at the source line of ``like``."""
-    return _from_template(_barrier_equation(), source, target, like)
+    return _from_template(_barrier_equation(), [source], target, like)
 
 
-def _from_template(template: Eqn, source: Var, target: Var, like: Eqn, **params: Any) -> Eqn:
+def is_complex(var: Var) -> bool:
+    """Whether a variable holds complex numbers."""
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.complexfloating)
+
+
+@functools.cache
+def _complex_equations(dtype: Any) -> Sequence[Eqn]:
+    """Equations that take a complex value apart and put it together, as templates."""
+
+    def again(x: Any) -> Any:
+        return jax.lax.complex(jax.lax.real(x), jax.lax.imag(x))
+
+    return open_jaxpr(jax.make_jaxpr(again)(np.zeros((), dtype))).eqns
+
+
+def part_equations(source: Var, like: Eqn) -> list[Eqn]:
+    """The real and the imaginary part of a complex value, at the source line of ``like``."""
+    parts = _complex_equations(source.aval.dtype)[:2]
+    avals = [source.aval.update(dtype=part.outvars[0].aval.dtype) for part in parts]
+    return [
+        _from_template(part, [source], new_var(aval), like)
+        for part, aval in zip(parts, avals, strict=True)
+    ]
+
+
+def complex_equation(real: Var, imag: Var, target: Var, like: Eqn) -> Eqn:
+    """``target = complex(real, imag)``, at the source line of ``like``."""
+    template = _complex_equations(target.aval.dtype)[2]
+    return _from_template(template, [real, imag], target, like)
+
+
+def _from_template(
+    template: Eqn, sources: Sequence[Var], target: Var, like: Eqn, **params: Any
+) -> Eqn:
     """The equation ``template`` for other variables, at the source line of ``like``."""
     return like.replace(
         primitive=template.primitive,
         params={**template.params, **params},
-        invars=[source],
+        invars=list(sources),
         outvars=[target],
         effects=template.effects,
     )

@@ -28,6 +28,7 @@ class Region:
         primals: How many of the graph's inputs are no tangents (the first ones).
         trips: How often it runs in a step: iterations of the loops around it.
         loops: Number of loops around it.
+        conditional: Whether it is in a branch of a ``cond``.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Region:
     primals: int
     trips: int
     loops: int
+    conditional: bool
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,16 @@ def trace(step_fn: Callable[..., Any], *args: Any, grouping: Grouping = AS_WRITT
             found[op.name.region] = (max(seen, trips), max(depth, loops))
     _check(session, found)
     names = _plan_names(list(found))
+    conditional = _in_branches(graph)
     regions = tuple(
-        Region(names[traced], traced, *_derivative(session, traced), trips, loops)
+        Region(
+            names[traced],
+            traced,
+            *_derivative(session, traced),
+            trips,
+            loops,
+            traced in conditional,
+        )
         for traced, (trips, loops) in found.items()
     )
     return Trace(graph, regions, session.automatic, grouping, _fingerprint(graph))
@@ -121,8 +131,19 @@ def walk(graph: Graph, trips: int = 1, loops: int = 0) -> Iterator[tuple[Operati
     """All operations in program order, with how often they run and how deep in loops they are."""
     for op in graph.operations:
         yield op, trips, loops
-        if op.body is not None:
-            yield from walk(op.body, trips * op.trips, loops + 1)
+        for body in op.bodies:
+            yield from walk(body, trips * op.trips, loops + (op.primitive != "cond"))
+
+
+def _in_branches(graph: Graph, *, inside: bool = False) -> set[str]:
+    """The regions, by their names while tracing, that are in a branch of a ``cond``."""
+    found: set[str] = set()
+    for op in graph.operations:
+        if inside and isinstance(op.name, RegionName) and not op.name.conditional:
+            found.add(op.name.region)
+        for body in op.bodies:
+            found |= _in_branches(body, inside=inside or op.primitive == "cond")
+    return found
 
 
 def _row_bytes(graph: Graph) -> int:

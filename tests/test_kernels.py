@@ -1,0 +1,276 @@
+"""Custom derivatives, kernels, control flow and library functions inside regions.
+
+Each kind is the middle of a small region that a step calls twice, marked and found. Plans are made
+for a TPU, without compiling for it; numbers come from the CPU, where host memory is none.
+"""
+
+import functools
+import math
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax._src.ad_checkpoint import saved_residuals
+from jax.experimental import pallas as pl
+
+import jdelta
+from jdelta import Decision
+from jdelta._automatic import with_regions
+from jdelta._graph import graph_of
+from jdelta._trace import walk
+from tests.planning import decided, under
+
+ROWS, WIDTH = 16, 16
+
+
+@jax.custom_vjp
+def hidden(x):
+    return lax.erf_inv(0.5 * jnp.tanh(x))
+
+
+def hidden_forward(x):
+    """One residual is the output, one is none of the function's outputs."""
+    y = lax.erf_inv(0.5 * jnp.tanh(x))
+    return y, (y, jnp.exp(y**2))
+
+
+def hidden_backward(kept, g):
+    y, slope = kept
+    return (g * slope * (1.0 + 0.1 * y),)
+
+
+hidden.defvjp(hidden_forward, hidden_backward)
+
+
+@jax.custom_jvp
+def bent(x):
+    return lax.erf_inv(0.5 * jnp.tanh(x))
+
+
+@bent.defjvp
+def bent_jvp(primals, tangents):
+    y = bent(primals[0])
+    return y, tangents[0] * jnp.exp(y**2)
+
+
+def whole(kernel, shapes, *args):
+    out = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return pl.pallas_call(kernel, out_shape=out, interpret=True)(*args)
+
+
+def softmax_kernel(x_ref, y_ref, lse_ref):
+    x = x_ref[...]
+    top = jnp.max(x, -1, keepdims=True)
+    total = jnp.sum(jnp.exp(x - top), -1, keepdims=True)
+    y_ref[...] = jnp.exp(x - top) / total
+    lse_ref[...] = top + jnp.log(total)
+
+
+def softmax_backward_kernel(y_ref, lse_ref, g_ref, d_ref):
+    y, g = y_ref[...], g_ref[...]
+    d_ref[...] = y * (g - jnp.sum(g * y, -1, keepdims=True)) + 0.0 * lse_ref[...]
+
+
+@jax.custom_vjp
+def pallas_softmax(x):
+    return pallas_forward(x)[0]
+
+
+def pallas_forward(x):
+    y, lse = whole(softmax_kernel, [x.shape, (*x.shape[:-1], 1)], x)
+    return y, (y, lse)
+
+
+def pallas_backward(kept, g):
+    return tuple(whole(softmax_backward_kernel, [g.shape], *kept, g))
+
+
+pallas_softmax.defvjp(pallas_forward, pallas_backward)
+
+
+def attention(h):
+    q, k = (h * s for s in (1.0, 0.5))
+    q, k = (x.reshape(1, ROWS, 2, WIDTH // 2) for x in (q, k))
+    return jax.nn.dot_product_attention(q, k, k, is_causal=True).reshape(h.shape)
+
+
+def branches(h):
+    return lax.cond(h.sum() > 0, lambda h: jnp.exp(jnp.sin(h)), lambda h: jnp.cos(h) ** 3, h)
+
+
+def fixed_loop(h):
+    return lax.fori_loop(0, 3, lambda i, h: jnp.sin(h) * jnp.exp(-(h**2)), h)
+
+
+def search(h):
+    """A loop that no derivative goes through decides on a scale."""
+    start = lax.stop_gradient(jnp.abs(h).max())
+    scale = lax.while_loop(lambda s: s < 100.0, lambda s: 2.0 * s, 1.0 + start)
+    return jnp.sin(h) * jnp.exp(h) / scale
+
+
+def prefix_products(h):
+    return lax.associative_scan(jnp.multiply, 1.0 + 0.1 * jnp.tanh(h))
+
+
+def spectrum(h):
+    return jnp.abs(jnp.fft.rfft(h, n=2 * WIDTH - 1)) ** 2
+
+
+def sorted_rows(h):
+    return jnp.sort(h, axis=-1) * jnp.arange(1.0, WIDTH + 1)
+
+
+def factors(h):
+    c = jnp.linalg.cholesky(h @ h.T + 3.0 * jnp.eye(ROWS))
+    return jnp.linalg.solve(c + jnp.eye(ROWS), h)
+
+
+KINDS = {
+    "custom_vjp": (hidden, "erf_inv", 1),
+    "custom_jvp": (bent, "erf_inv", 1),
+    "dot_product_attention": (attention, "reduce_max", 1),
+    "pallas": (pallas_softmax, "pallas_call", 1),
+    "cond": (branches, "exp", 1),
+    "fixed loop": (fixed_loop, "exp", 1),
+    "while": (search, "while", 1),
+    "associative_scan": (prefix_products, "concatenate", 1),
+    "fft": (spectrum, "fft", 1),
+    "sort": (sorted_rows, "sort", 1),
+    "linalg": (factors, "cholesky", 1),
+}
+"""From a kind to the function, a primitive of its forward pass, and how often that is there."""
+
+
+def make_step(kind, remat):
+    middle = KINDS[kind][0]
+
+    @remat
+    def unit(w, x):
+        h = x @ w[0]
+        y = jnp.tanh(middle(jnp.sin(h))) * h
+        return x + y @ w[1]
+
+    def loss(w, x):
+        for i in range(2):
+            x = unit([m[i] for m in w], x)
+        return jnp.mean(x**2)
+
+    return loss
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = [0.3 * jax.random.normal(k, (2, WIDTH, WIDTH)) for k in keys[:2]]
+    return w, jax.random.normal(keys[2], (ROWS, WIDTH))
+
+
+def keep_all(i, r):
+    return Decision.SAVE
+
+
+def keep_nothing(i, r):
+    return Decision.RECOMPUTE
+
+
+def offload_all(i, r):
+    """All that is an array outside of the region's own loops, however small."""
+    return Decision.OFFLOAD if r.shape and not (r.loops or r.conditional) else Decision.SAVE
+
+
+def mix(i, r):
+    return (Decision.SAVE, Decision.RECOMPUTE, offload_all(i, r))[i % 3]
+
+
+def fast(fun):
+    return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
+
+
+CHOICES = {"saved": keep_all, "recomputed": keep_nothing, "offloaded": offload_all, "mixed": mix}
+MARKS = pytest.mark.parametrize("remat", [jdelta.remat, lambda f: f], ids=["marked", "found"])
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@MARKS
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_equal_the_plain_step(kind, remat, choice):
+    step = jax.value_and_grad(make_step(kind, remat))
+    found, priced, decisions = decided(step, CHOICES[choice], *arguments())
+    assert found.automatic is (remat is not jdelta.remat)
+    assert {CHOICES[choice](i, r) for i, r in enumerate(priced)} >= set(decisions.values()) - {
+        Decision.RECOMPUTE
+    }
+    got = fast(under(found, decisions, step))(*arguments())
+    expected = fast(jax.value_and_grad(make_step(kind, lambda f: f)))(*arguments())
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(abs(b).max()))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@MARKS
+@pytest.mark.parametrize("kind", KINDS)
+def test_exactly_the_planned_residuals_are_kept(kind, remat, choice):
+    loss = make_step(kind, remat)
+    found, priced, decisions = decided(jax.grad(loss), CHOICES[choice], *arguments())
+    run = under(found, decisions, lambda *args: with_regions(loss)(*args))
+    kept = saved_residuals(run, *arguments())
+    sizes = {r.name: (r.count * math.prod(r.shape), r.dtype) for r in priced}
+    looped = {r.name for r in priced if r.loops}
+    branched = {r.name for r in priced if r.conditional}
+    saved = {n for n, d in decisions.items() if d is Decision.SAVE}
+    away = {n for n, d in decisions.items() if d is Decision.OFFLOAD}
+
+    def planned(names):
+        return Counter(sizes[n] for n in names)
+
+    assert sized(a for a, _ in kept if a.memory_space == jax.memory.Space.Host) == planned(away)
+    names = {what.split("'")[1] for _, what in kept if what.startswith("named")}
+    assert saved - looped - branched <= names
+    assert len(names - saved) <= len(found.regions)  # a region's output, the input of the next one
+    carried = stacked(kept) - planned(saved & looped)  # what enters each iteration of a loop
+    assert stacked(kept) >= planned(saved & looped)
+    assert carried.total() <= sum(region.loops > 0 for region in found.regions)
+    joined = sized(a for a, what in kept if what.startswith("output of cond"))
+    assert joined <= planned(saved & branched)  # one buffer serves both branches
+    assert bool(joined) is bool(saved & branched)
+
+
+def stacked(kept):
+    return sized(a for a, what in kept if a.ndim == 3 and a.shape[0] == 3)
+
+
+def sized(avals):
+    return Counter((aval.size, str(aval.dtype)) for aval in avals)
+
+
+def count(primitive, fun):
+    """How often a step runs a primitive; JAX leaves dead ones to XLA, the graph does not."""
+    operations = walk(graph_of(jax.make_jaxpr(fun)(*arguments())))
+    return sum(trips for op, trips, _ in operations if op.primitive == primitive)
+
+
+@MARKS
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_forward_pass_runs_again_only_where_it_is_dropped(kind, remat):
+    primitive = KINDS[kind][1]
+    step = jax.grad(make_step(kind, remat))
+    counts = {}
+    for choice in ("saved", "offloaded", "recomputed"):
+        found, _, decisions = decided(step, CHOICES[choice], *arguments())
+        counts[choice] = count(primitive, under(found, decisions, step))
+    plain = count(primitive, jax.grad(make_step(kind, lambda f: f)))
+    forward = count(primitive, make_step(kind, lambda f: f))
+    assert forward
+    again = counts.pop("recomputed") - plain
+    assert counts == {"saved": plain, "offloaded": plain}
+    # A unit that is found may end with the kernel: what enters the next one is kept.
+    assert again == forward if remat is jdelta.remat else 0 < again <= forward
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_residual_has_a_price(kind):
+    _, priced, _ = decided(jax.grad(make_step(kind, jdelta.remat)), keep_all, *arguments())
+    assert all(r.seconds > 0 for r in priced if math.prod(r.shape)), priced
