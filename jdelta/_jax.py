@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 from jax.extend.core import primitives
+from jax.interpreters import ad, batching, mlir
 
 Array: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.generic
 Jaxpr: TypeAlias = Any
@@ -26,7 +26,12 @@ Eqn: TypeAlias = Any
 Var: TypeAlias = Any
 Atom: TypeAlias = Any
 
-CALLS = frozenset("pjit jit closed_call core_call eval_jaxpr remat remat2 checkpoint".split())
+REGION = "jdelta_region"
+"""Name of the primitive that a region is while nothing has differentiated it."""
+
+CALLS = frozenset(
+    f"pjit jit closed_call core_call eval_jaxpr remat remat2 checkpoint {REGION}".split()
+)
 """Primitives whose body may be inlined without changing a value or any of its derivatives."""
 
 session_context: Any = jax.make_user_context(None)
@@ -106,9 +111,53 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
-def is_symbolic_zero(tangent: Any) -> bool:
-    """Whether a tangent given to a custom JVP rule is known to be zero."""
-    return isinstance(tangent, SymbolicZero)
+JvpRule: TypeAlias = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
+"""From primals, the tangents that are not zero, and the number of each one's primal (and the
+primitive's parameters) to results and their tangents."""
+
+
+def region_primitive(rule: JvpRule) -> Callable[..., list[Any]]:
+    """What binds a new primitive: it evaluates its parameter ``jaxpr``, with a JVP rule of its own.
+
+    A ``custom_jvp`` would be batched after its rule has run, when there is a ``custom_vjp`` in the
+    program already differentiated: which JAX cannot batch. This one is batched before.
+    """
+    primitive = core.Primitive(REGION)
+    primitive.multiple_results = True
+
+    def evaluated(*xs: Any, jaxpr: Jaxpr, **_: Any) -> list[Any]:
+        return evaluate(jaxpr, *xs)
+
+    def abstract(*_: Any, jaxpr: Jaxpr, **__: Any) -> Any:
+        return list(jaxpr.out_avals), open_jaxpr(jaxpr).effects
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+        outputs, moved = rule(primals, [tangents[i] for i in moving], moving, **params)
+        return outputs, [
+            ad.Zero(jax.typeof(x).to_tangent_aval()) if t.dtype == jax.dtypes.float0 else t
+            for x, t in zip(outputs, moved, strict=True)
+        ]
+
+    def batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        run = functools.partial(evaluate, params.pop("jaxpr"))
+        batched = jax.vmap(
+            lambda *xs: run(*xs),
+            in_axes=tuple(dims),
+            axis_name=axis.name,
+            axis_size=axis.size,
+            spmd_axis_name=axis.spmd_name,
+        )
+        closed = jax.make_jaxpr(batched)(*args)
+        outputs = primitive.bind(*consts_of(closed), *args, jaxpr=hoist_consts(closed), **params)
+        return outputs, [0] * len(outputs)
+
+    primitive.def_impl(evaluated)
+    primitive.def_effectful_abstract_eval(abstract)
+    mlir.register_lowering(primitive, mlir.lower_fun(evaluated, multiple_results=True))
+    ad.primitive_jvps[primitive] = jvp
+    batching.fancy_primitive_batchers[primitive] = batch
+    return primitive.bind
 
 
 def is_var(atom: Atom) -> bool:
@@ -238,12 +287,10 @@ def is_shielded(eqn: Eqn) -> bool:
 
 
 def label(eqn: Eqn) -> str:
-    """What to call an equation in names: the function of a custom rule or kernel, or the primitive."""
+    """What to call an equation in names: the function of a custom rule, else the primitive."""
     if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         info = getattr(open_jaxpr(subjaxpr(eqn)), "debug_info", None)
         return getattr(info, "func_name", eqn.primitive.name)
-    if eqn.primitive.name == "pallas_call":
-        return eqn.params.get("name") or eqn.primitive.name
     return eqn.primitive.name
 
 

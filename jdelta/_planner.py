@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -241,9 +242,10 @@ class Search:
         Larger plans, in which transfers are timed again, may put it there as well.
         """
         near, self.items = self.items, self.items.with_boundaries()
-        deep = self._compile(self._floor(least=True))
-        if not self._offload_failed(deep) and deep.peak < floor.peak:
-            return deep
+        with contextlib.suppress(OffloadError):
+            deep = self._compile(self._floor(least=True))
+            if not self._offload_failed(deep) and deep.peak < floor.peak:
+                return deep
         self.items = near
         return floor
 
@@ -329,7 +331,13 @@ class Search:
     def _decide(self, capacity: float) -> Candidate:
         problem = replace(self.items.problem, capacity=capacity)
         solution = self.solver.solve(problem)
-        return self._candidate(solution.decisions, solution.outcome)
+        try:
+            return self._candidate(solution.decisions, solution.outcome)
+        except OffloadError:
+            if Decision.OFFLOAD in self.items.pinned.values():
+                raise
+            self.items = self.items.without_offload()
+            return self._decide(capacity)
 
     def _candidate(self, chosen: Sequence[Decision], outcome: Outcome) -> Candidate:
         decisions = self.items.decisions(chosen)

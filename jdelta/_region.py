@@ -150,9 +150,13 @@ def region(
 
         with inside_region():
             closed, out_tree = _jax.stage(call, *arrays)
-        staged = _jax.hoist_consts(closed)
-        run: Callable[..., Any] = _named(
-            staged, name, base, session, written=chosen is not None and chosen.writes_bits
+        run: Callable[..., Any] = functools.partial(
+            _bind,
+            jaxpr=_jax.hoist_consts(closed),
+            name=name,
+            base=base,
+            session=session,
+            written=chosen is not None and chosen.writes_bits,
         )
         if chosen is not None:
             shield = chosen.prevents_cse(name) if prevent_cse is None else prevent_cse
@@ -163,44 +167,47 @@ def region(
     return wrapped
 
 
-def _named(
-    staged: Any, name: str, base: str, session: Session | None, *, written: bool
-) -> Callable[..., list[Any]]:
-    """A function that evaluates ``staged``, with a JVP rule that names the residuals.
+def _jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    moving: Sequence[int],
+    *,
+    jaxpr: Any,
+    name: str,
+    base: str,
+    session: Session | None,
+    written: bool,
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The derivative of a region, its residuals named.
 
     Args:
-        staged: The region.
+        primals: Arguments of the region.
+        tangents: Their tangents, those that are not zero.
+        moving: The numbers of the arguments that have one.
+        jaxpr: The region.
         name: Its name.
         base: The name without the number of the call.
         session: What to tell about the derivative.
         written: Whether random bits are written to memory before they are read.
     """
 
-    @functools.partial(jax.custom_jvp)
-    def run(*xs: Any) -> list[Any]:
-        return _jax.evaluate(staged, *xs)
+    def jvp(xs: Sequence[Any], ts: Sequence[Any]) -> Any:
+        def of_moving(*some: Any) -> list[Any]:
+            full = list(xs)
+            for i, x in zip(moving, some, strict=True):
+                full[i] = x
+            return _jax.evaluate(jaxpr, *full)
 
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        moving = [i for i, t in enumerate(tangents) if not _jax.is_symbolic_zero(t)]
+        return jax.jvp(of_moving, [xs[i] for i in moving], list(ts))
 
-        def jvp(xs: Sequence[Any], ts: Sequence[Any]) -> Any:
-            def of_moving(*some: Any) -> list[Any]:
-                full = list(xs)
-                for i, x in zip(moving, some, strict=True):
-                    full[i] = x
-                return _jax.evaluate(staged, *full)
+    closed, tree = _jax.stage(jvp, list(primals), list(tangents))
+    tangent = [False] * len(primals) + [True] * len(tangents)
+    named = add_names(closed, tangent, name, base)
+    if session:
+        session.derivatives[name] = named, len(primals)
+    program = with_written_bits(named) if written else named
+    outputs = _jax.evaluate(program, *primals, *tangents)
+    return jax.tree.unflatten(tree, outputs)
 
-            return jax.jvp(of_moving, [xs[i] for i in moving], list(ts))
 
-        some = [tangents[i] for i in moving]
-        closed, tree = _jax.stage(jvp, list(primals), some)
-        tangent = [False] * len(primals) + [True] * len(some)
-        named = add_names(closed, tangent, name, base)
-        if session:
-            session.derivatives[name] = named, len(primals)
-        program = with_written_bits(named) if written else named
-        outputs = _jax.evaluate(program, *primals, *some)
-        return jax.tree.unflatten(tree, outputs)
-
-    run.defjvp(rule, symbolic_zeros=True)
-    return run
+_bind = _jax.region_primitive(_jvp)
