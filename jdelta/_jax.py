@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives
-from jax.interpreters import ad, batching, mlir
 
 Array: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.generic
 Jaxpr: TypeAlias = Any
@@ -109,55 +108,6 @@ def stage(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array (or tracer), and not a Python value that stays static."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-
-
-JvpRule: TypeAlias = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
-"""From primals, the tangents that are not zero, and the number of each one's primal (and the
-primitive's parameters) to results and their tangents."""
-
-
-def region_primitive(rule: JvpRule) -> Callable[..., list[Any]]:
-    """What binds a new primitive: it evaluates its parameter ``jaxpr``, with a JVP rule of its own.
-
-    A ``custom_jvp`` would be batched after its rule has run, when there is a ``custom_vjp`` in the
-    program already differentiated: which JAX cannot batch. This one is batched before.
-    """
-    primitive = core.Primitive(REGION)
-    primitive.multiple_results = True
-
-    def evaluated(*xs: Any, jaxpr: Jaxpr, **_: Any) -> list[Any]:
-        return evaluate(jaxpr, *xs)
-
-    def abstract(*_: Any, jaxpr: Jaxpr, **__: Any) -> Any:
-        return list(jaxpr.out_avals), open_jaxpr(jaxpr).effects
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-        moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-        outputs, moved = rule(primals, [tangents[i] for i in moving], moving, **params)
-        return outputs, [
-            ad.Zero(jax.typeof(x).to_tangent_aval()) if t.dtype == jax.dtypes.float0 else t
-            for x, t in zip(outputs, moved, strict=True)
-        ]
-
-    def batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        run = functools.partial(evaluate, params.pop("jaxpr"))
-        batched = jax.vmap(
-            lambda *xs: run(*xs),
-            in_axes=tuple(dims),
-            axis_name=axis.name,
-            axis_size=axis.size,
-            spmd_axis_name=axis.spmd_name,
-        )
-        closed = jax.make_jaxpr(batched)(*args)
-        outputs = primitive.bind(*consts_of(closed), *args, jaxpr=hoist_consts(closed), **params)
-        return outputs, [0] * len(outputs)
-
-    primitive.def_impl(evaluated)
-    primitive.def_effectful_abstract_eval(abstract)
-    mlir.register_lowering(primitive, mlir.lower_fun(evaluated, multiple_results=True))
-    ad.primitive_jvps[primitive] = jvp
-    batching.fancy_primitive_batchers[primitive] = batch
-    return primitive.bind
 
 
 def is_var(atom: Atom) -> bool:

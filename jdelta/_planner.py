@@ -129,6 +129,7 @@ class Search:
         fingerprint: str,
         splitting: float,
         before: Search | None = None,
+        partly: frozenset[str] = frozenset(),
     ):
         """Begin a search.
 
@@ -140,10 +141,12 @@ class Search:
             fingerprint: Digest of the step.
             splitting: Seconds that several layers in an iteration add to the step.
             before: The search for the same step with its loops as they are.
+            partly: Those regions of which some inexact argument is not differentiated.
         """
         self.step = step
         self.items = items
         self.regions = regions
+        self.partly = partly
         self.solver = solver
         pins = frozenset(items.pinned.items())
         key = (fingerprint, step.target.name, step.donate, items.problem, pins)
@@ -345,7 +348,7 @@ class Search:
 
     def _policy(self, decisions: Mapping[str, Decision], *, least: bool = False) -> Policy:
         names, platform = self.items.policy_decisions(decisions), self.step.target.platform
-        return Policy.of(names, self.regions, platform, least=least)
+        return Policy.of(names, self.regions, platform, least=least, partly=self.partly)
 
     def _priced(
         self, decisions: Mapping[str, Decision], outcome: Outcome, policy: Policy

@@ -8,15 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from jdelta import _jax
 from jdelta._naming import add_names
+from jdelta._primitive import region_primitive
 from jdelta._random import with_written_bits
 
 
+@runtime_checkable
 class RegionPolicy(Protocol):
     """What a region needs of a plan: a ``jax.checkpoint`` policy, and how to emit the region."""
 
@@ -29,6 +32,10 @@ class RegionPolicy(Protocol):
 
     def prevents_cse(self, region: str) -> bool:
         """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
+        ...
+
+    def check_before_jvp(self, region: str) -> None:
+        """Refuse to decide about a region of which only the plan knows what is differentiated."""
         ...
 
 
@@ -67,6 +74,7 @@ class Session:
         gradients: How many functions were differentiated so far.
         derivatives: For each differentiated region its JVP with names, and how many of the inputs
             of that are no tangents.
+        partly: Names of the regions of which some inexact argument is not differentiated.
     """
 
     def __init__(
@@ -85,6 +93,7 @@ class Session:
         self.loops = 0
         self.gradients = 0
         self.derivatives: dict[str, tuple[Any, int]] = {}
+        self.partly: set[str] = set()
         self._calls: Counter[str] = Counter()
 
     def region(self, base: str) -> str:
@@ -205,9 +214,19 @@ def _jvp(
     named = add_names(closed, tangent, name, base)
     if session:
         session.derivatives[name] = named, len(primals)
+        inexact = sum(jnp.issubdtype(x.dtype, jnp.inexact) for x in primals)
+        session.partly.update([name] if len(moving) < inexact else [])
     program = with_written_bits(named) if written else named
     outputs = _jax.evaluate(program, *primals, *tangents)
     return jax.tree.unflatten(tree, outputs)
 
 
-_bind = _jax.region_primitive(_jvp)
+def _shield(policy: Any, region: str) -> bool:
+    """Whether a ``jax.checkpoint`` with this policy around a region is shielded from CSE there."""
+    if isinstance(policy, RegionPolicy):
+        policy.check_before_jvp(region)
+        return policy.prevents_cse(region)
+    return True
+
+
+_bind = region_primitive(_jvp, _shield)

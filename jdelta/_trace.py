@@ -29,6 +29,7 @@ class Region:
         trips: How often it runs in a step: iterations of the loops around it.
         loops: Number of loops around it.
         conditional: Whether it is in a branch of a ``cond``.
+        partly: Whether some inexact argument of it is not differentiated.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Region:
     trips: int
     loops: int
     conditional: bool
+    partly: bool
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Trace:
     def row_bytes(self) -> int:
         """Bytes of what the layers of loops have rows of: their weights."""
         return _row_bytes(self.graph)
+
+    @property
+    def partly(self) -> frozenset[str]:
+        """Names in plans of the regions of which some inexact argument is not differentiated."""
+        return frozenset(region.name for region in self.regions if region.partly)
 
     def plan_name(self, name: RegionName) -> str:
         """The name in plans of a value."""
@@ -109,6 +116,7 @@ def trace(step_fn: Callable[..., Any], *args: Any, grouping: Grouping = AS_WRITT
             trips,
             loops,
             traced in conditional,
+            traced in session.partly,
         )
         for traced, (trips, loops) in found.items()
     )

@@ -4,7 +4,6 @@ Each kind is the middle of a small region that a step calls twice, marked and fo
 for a TPU, without compiling for it; numbers come from the CPU, where host memory is none.
 """
 
-import functools
 import math
 from collections import Counter
 
