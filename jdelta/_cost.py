@@ -138,7 +138,7 @@ def _arithmetic(graph: Graph, op: Operation, rates: Rates) -> float:
 
 
 def _kernel(op: Operation, rates: Rates) -> float:
-    """Seconds of a Pallas kernel: as its author says, else what its body does at each grid point."""
+    """Seconds of a Pallas kernel: as its author says, else as its body does at each point."""
     body = graph_of(op.params["jaxpr"])
     said = op.params.get("cost_estimate")
     if said is not None:

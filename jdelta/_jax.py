@@ -347,10 +347,9 @@ def part_equations(source: Var, like: Eqn) -> list[Eqn]:
     ]
 
 
-def complex_equation(real: Var, imag: Var, target: Var, like: Eqn) -> Eqn:
-    """``target = complex(real, imag)``, at the source line of ``like``."""
-    template = _complex_equations(target.aval.dtype)[2]
-    return _from_template(template, [real, imag], target, like)
+def complex_equation(parts: Sequence[Var], target: Var, like: Eqn) -> Eqn:
+    """``target = complex(*parts)``, at the source line of ``like``."""
+    return _from_template(_complex_equations(target.aval.dtype)[2], parts, target, like)
 
 
 def _from_template(

@@ -213,7 +213,7 @@ class _Rewrite:
             self.eqns.append(part)
             parts.append(self._named(part.outvars[0], (*path, last), part.primitive.name, like))
         whole = _jax.new_var(var.aval)
-        self.eqns.append(_jax.complex_equation(*parts, whole, like))
+        self.eqns.append(_jax.complex_equation(parts, whole, like))
         return whole
 
     def _scan_body(

@@ -90,8 +90,8 @@ def _remat(primitive: Any, shield: Shield, context: Any, *args: Any, **params: A
     policy = policy or jax.checkpoint_policies.nothing_saveable
     run = functools.partial(primitive.bind, **params)
     shielded = shield(policy, params["name"])
-    outputs, again = _linearized(run, policy, args, prevent_cse=shielded)
-    return (outputs, (), lambda _, *xs: again(*xs)) if is_trace else (outputs, again)
+    outputs, kept, again = _linearized(run, policy, args, prevent_cse=shielded)
+    return (outputs, kept, again) if is_trace else (outputs, functools.partial(again, kept))
 
 
 def _linearized(
@@ -100,12 +100,12 @@ def _linearized(
     args: Sequence[Any],
     *,
     prevent_cse: bool,
-) -> tuple[list[Any], Callable[..., list[Any]]]:
+) -> tuple[list[Any], list[Any], Callable[..., list[Any]]]:
     """Linearise a region under a policy, in all its arguments that are real or complex.
 
     Returns:
-        The results, and what stands for the region in the backward pass: a function with the same
-        results, whose derivative starts from what the policy kept.
+        The results; what is kept; and what stands for the region in the backward pass: a function
+        of that and the arguments with the same results, whose derivative starts from what is kept.
     """
     inexact = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -116,13 +116,15 @@ def _linearized(
         return _jax.checkpointed(run, policy, prevent_cse=prevent_cse)(*full)
 
     outputs, tangents_of = jax.linearize(of_inexact, *(args[i] for i in inexact))
+    kept, tree = jax.tree.flatten(tangents_of)
 
     @jax.custom_jvp
-    def again(*xs: Any) -> list[Any]:
+    def again(_: Sequence[Any], *xs: Any) -> list[Any]:
         return run(*xs)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        return again(*primals), tangents_of(*(tangents[i] for i in inexact))
+        linear = jax.tree.unflatten(tree, primals[0])
+        return again(*primals), linear(*(tangents[1 + i] for i in inexact))
 
     again.defjvp(jvp)
-    return outputs, again
+    return outputs, kept, again

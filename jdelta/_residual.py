@@ -96,8 +96,8 @@ class _Analysis:
     def _forward(self) -> tuple[list[Operation], set[int]]:
         """Work of the forward pass, and the buffers that work on tangents reads.
 
-        What depends on no tangent is forward work; of what does, results that are named nevertheless
-        are (a loop makes both). Calls with a rule of their own have no names inside.
+        What depends on no tangent is forward work; of what does, the results that are named
+        nevertheless (a loop makes both). Calls with a rule of their own have no names inside.
         """
         tangents = set(self.graph.inputs[self.region.primals :])
         makers: list[Operation] = []

@@ -1,4 +1,4 @@
-"""All of autodiff, of functions with regions and of planned steps, equals that of the plain ones."""
+"""Every derivative of functions with regions and of planned steps equals that of plain ones."""
 
 import functools
 import math
