@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_cuda
 from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 from jax.experimental import pallas as pl
@@ -18,8 +19,12 @@ from jax.experimental import pallas as pl
 import jdelta
 from jdelta import Decision
 from jdelta._automatic import with_regions
+from jdelta._emit import Step, emit
 from jdelta._graph import graph_of
-from jdelta._trace import walk
+from jdelta._policy import Policy
+from jdelta._residual import residuals
+from jdelta._target import resolve
+from jdelta._trace import trace, walk
 from tests.planning import decided, under
 
 ROWS, WIDTH = 16, 16
@@ -273,3 +278,77 @@ def test_the_forward_pass_runs_again_only_where_it_is_dropped(kind, remat):
 def test_every_residual_has_a_price(kind):
     _, priced, _ = decided(jax.grad(make_step(kind, jdelta.remat)), keep_all, *arguments())
     assert all(r.seconds > 0 for r in priced if math.prod(r.shape)), priced
+
+
+# Kernels compiled for accelerators
+
+
+LAYERS, SIDE, TILE = 4, 256, 128
+
+
+def tiled(kernel, outs, *args):
+    def block(x):
+        return pl.BlockSpec((TILE, x.shape[1]), lambda i: (i, 0))
+
+    specs = {"in_specs": [block(x) for x in args], "out_specs": [block(x) for x in outs]}
+    return pl.pallas_call(kernel, grid=(args[0].shape[0] // TILE,), out_shape=outs, **specs)(*args)
+
+
+def tiled_forward(x):
+    lse = jax.ShapeDtypeStruct((x.shape[0], 1), x.dtype)
+    y, lse = tiled(softmax_kernel, [jax.ShapeDtypeStruct(x.shape, x.dtype), lse], x)
+    return y, (y, lse)
+
+
+def tiled_backward(kept, g):
+    return tuple(tiled(softmax_backward_kernel, [jax.ShapeDtypeStruct(g.shape, g.dtype)], *kept, g))
+
+
+tiled_softmax = jax.custom_vjp(lambda x: tiled_forward(x)[0])
+tiled_softmax.defvjp(tiled_forward, tiled_backward)
+
+
+def by_pallas(w, x):
+    return x + jnp.tanh(tiled_softmax(x @ w)) @ w.T
+
+
+def by_cudnn(w, x):
+    """Attention with one matrix for queries, keys and values."""
+    h = (x @ w).reshape(2, x.shape[0] // 2, SIDE // 64, 64)
+    options = {"is_causal": True, "implementation": "cudnn"}
+    return x + jax.nn.dot_product_attention(h, 0.5 * h, h, **options).reshape(x.shape)
+
+
+KERNELS = [
+    pytest.param(by_pallas, "tpu:v5e:2x2", "tpu_custom_call", jnp.float32),
+    pytest.param(by_cudnn, "cuda:h100", "__cudnn$fmha", jnp.bfloat16, marks=needs_cuda),
+]
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(("fun", "target", "call", "dtype"), KERNELS)
+def test_kernels_run_as_often_as_planned_in_the_compiled_program(fun, target, call, dtype):
+    unit = jdelta.remat(fun)
+
+    def step(w, x):
+        def loss(w):
+            y = lax.scan(lambda x, w: (unit(w, x), None), x, w)[0]
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        return jax.value_and_grad(loss)(w)
+
+    target = resolve(target)
+    shapes = (LAYERS, SIDE, SIDE), (2048, SIDE)
+    args = target.abstract(tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
+    found = trace(step, *args)
+    (region,) = found.regions
+    calls, host = {}, {}
+    for decision in (Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE):
+        decisions = {r.name: decision for r in residuals(region, target)}
+        policy = Policy.of(decisions, found.loops, target.platform)
+        emission = emit(Step(step, args, (), target, found.aliases), policy)
+        compiled = emission.lower().compile(dict(emission.options))
+        calls[decision] = compiled.as_text().count(f'custom_call_target="{call}')
+        host[decision] = compiled.memory_analysis().host_temp_size_in_bytes
+    assert calls == {Decision.SAVE: 2, Decision.OFFLOAD: 2, Decision.RECOMPUTE: 3}
+    assert host[Decision.SAVE] == host[Decision.RECOMPUTE] == 0 < host[Decision.OFFLOAD]
