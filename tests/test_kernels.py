@@ -4,6 +4,7 @@ Each kind is the middle of a small region that a step calls twice, marked and fo
 for a TPU, without compiling for it; numbers come from the CPU, where host memory is none.
 """
 
+import functools
 import math
 from collections import Counter
 
@@ -19,8 +20,12 @@ from jax.experimental import pallas as pl
 import jdelta
 from jdelta import Decision
 from jdelta._automatic import with_regions
+from jdelta._chips import Rates
+from jdelta._cost import operation_seconds
 from jdelta._emit import Step, emit
+from jdelta._fusion import Compiler, storage
 from jdelta._graph import graph_of
+from jdelta._items import offload_refusal
 from jdelta._policy import Policy
 from jdelta._residual import residuals
 from jdelta._target import resolve
@@ -352,3 +357,64 @@ def test_kernels_run_as_often_as_planned_in_the_compiled_program(fun, target, ca
         host[decision] = compiled.memory_analysis().host_temp_size_in_bytes
     assert calls == {Decision.SAVE: 2, Decision.OFFLOAD: 2, Decision.RECOMPUTE: 3}
     assert host[Decision.SAVE] == host[Decision.RECOMPUTE] == 0 < host[Decision.OFFLOAD]
+
+
+# Prices and branches
+
+
+def work(fun, *args):
+    """Operations of the one equation of a program, at a rate of one a second."""
+    rates = Rates((("float32", 1.0),), 1.0, math.inf, 1.0, 1.0)
+    program = graph_of(jax.make_jaxpr(fun)(*args))
+    (op,) = [op for op in program.operations if op.primitive != "transpose"]
+    roots = storage(program, Compiler(""))
+    return operation_seconds(program, op, roots, rates, "")
+
+
+def product_kernel(x_ref, y_ref, o_ref):
+    o_ref[...] = jnp.dot(x_ref[...], y_ref[...])
+
+
+@pytest.mark.parametrize(
+    "said", [None, pl.CostEstimate(flops=7, transcendentals=0, bytes_accessed=0)]
+)
+def test_a_kernel_costs_what_its_author_says_or_what_its_body_does(said):
+    whole = pl.BlockSpec((64, 64), lambda i: (0, 0))
+    rows = pl.BlockSpec((16, 64), lambda i: (i, 0))
+    x = jnp.zeros((64, 64))
+    kernel = pl.pallas_call(
+        product_kernel,
+        grid=(4,),
+        in_specs=[rows, whole],
+        out_specs=rows,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        cost_estimate=said,
+    )
+    assert work(kernel, x, x) == (7 if said else 2 * 64**3)
+
+
+def test_a_solve_costs_by_its_right_hand_sides():
+    a, b = jnp.eye(8), jnp.zeros((8, 3))
+    run = functools.partial(lax.linalg.triangular_solve, left_side=True)
+    assert work(run, a, b) == 2 * 8 * 8 * 3
+
+
+def test_a_unit_in_a_branch_is_planned_but_not_offloaded():
+    unit = jdelta.remat(lambda w, x: jnp.exp(jnp.sin(x @ w)))
+
+    def loss(w, x):
+        return jnp.mean(lax.cond(x[0, 0] > 0, unit, lambda w, x: x, w, x) ** 2)
+
+    w, x = jnp.zeros((512, 512)), jnp.zeros((1024, 512))
+    found, priced, decisions = decided(jax.grad(loss), keep_all, w, x)
+    (region,) = found.regions
+    assert (region.conditional, region.loops) == (True, 0)
+    target = resolve("tpu:v5e:2x2")
+    assert {offload_refusal(r, target) for r in priced} == {
+        "in a branch of a cond, where XLA fails on offloaded values"
+    }
+    assert Decision.SAVE in decisions.values()
+    for sign in (-0.1, 0.1):
+        given = w + 0.01, x + sign
+        got = jax.jit(under(found, decisions, jax.grad(loss)))(*given)
+        np.testing.assert_allclose(got, jax.grad(loss)(*given), rtol=1e-5, atol=1e-8)
