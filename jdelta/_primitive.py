@@ -108,6 +108,8 @@ def _linearized(
         of that and the arguments with the same results, whose derivative starts from what is kept.
     """
     inexact = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if not inexact:
+        return run(*args), [], lambda _, *xs: run(*xs)
 
     def of_inexact(*xs: Any) -> list[Any]:
         full = list(args)

@@ -69,6 +69,7 @@ class _Analysis:
         self.target = target
         self.graph: Graph = region.graph
         self.prefix = region.traced + "/"
+        self.batch = max(region.copies.values(), default=1)
         self.producers = self.graph.producers()
         self.base = self._bases()
         self.names = self._names()
@@ -135,7 +136,7 @@ class _Analysis:
         below: dict[int, tuple[frozenset[int], float]] = {}  # sources and seconds of the rest
         for op in self.makers:
             sources, seconds = self._upstream(op, below, found)
-            seconds += op.times * self._seconds(op, roots)
+            seconds += op.times * self.batch * self._seconds(op, roots)
             for v in op.outputs:
                 if self._is_item(op, v):
                     found[v] = self._residual(op, v, sources, seconds, found)
@@ -185,13 +186,14 @@ class _Analysis:
     ) -> Residual:
         what = self.graph.values[value]
         count = op.times * self.region.trips
+        copies = self.region.copies.get(self.names[value], 1)
         return Residual(
             name=self._plan_name(value),
             region=self.region.name,
-            shape=what.shape,
+            shape=(copies, *what.shape) if copies > 1 else what.shape,
             dtype=what.dtype,
             count=count,
-            bytes=what.bytes * count,
+            bytes=what.bytes * copies * count,
             producer=op.primitive,
             consumers=(),
             sources=tuple(found[s].name for s in sorted(sources)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ class Region:
         loops: Number of loops around it.
         conditional: Whether it is in a branch of a ``cond``.
         partly: Whether some inexact argument of it is not differentiated.
+        copies: From the names of values to how many of each the step has at once, where it is not
+            one: ``jax.vmap`` around ``jax.grad`` is not seen in ``graph``.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Region:
     loops: int
     conditional: bool
     partly: bool
+    copies: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -108,18 +111,23 @@ def trace(step_fn: Callable[..., Any], *args: Any, grouping: Grouping = AS_WRITT
     _check(session, found)
     names = _plan_names(list(found))
     conditional = _in_branches(graph)
-    regions = tuple(
-        Region(
-            names[traced],
-            traced,
-            *_derivative(session, traced),
-            trips,
-            loops,
-            traced in conditional,
-            traced in session.partly,
+    held = _bytes_by_name(graph)
+
+    def region(traced: str, trips: int, loops: int) -> Region:
+        derivative, primals = _derivative(session, traced)
+        return Region(
+            name=names[traced],
+            traced=traced,
+            graph=derivative,
+            primals=primals,
+            trips=trips,
+            loops=loops,
+            conditional=traced in conditional,
+            partly=traced in session.partly,
+            copies=_copies(_bytes_by_name(derivative), held),
         )
-        for traced, (trips, loops) in found.items()
-    )
+
+    regions = tuple(region(traced, trips, loops) for traced, (trips, loops) in found.items())
     return Trace(graph, regions, session.automatic, grouping, _fingerprint(graph))
 
 
@@ -184,6 +192,22 @@ def _check(session: Session, found: dict[str, Any]) -> None:
             f"({', '.join(sorted(session.called)[:5])}), so there is nothing to keep or to "
             "recompute. Plan the function that calls jax.grad or jax.value_and_grad."
         )
+
+
+def _bytes_by_name(graph: Graph) -> dict[str, int]:
+    """Bytes of each value with a name given here."""
+    found: dict[str, int] = {}
+    for op in graph.operations:
+        if isinstance(op.name, RegionName):
+            found.setdefault(op.name, graph.values[op.outputs[0]].bytes)
+        for body in op.bodies:
+            found = {**_bytes_by_name(body), **found}
+    return found
+
+
+def _copies(one: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
+    """How many of each value there are, where more than one."""
+    return {name: held[name] // b for name, b in one.items() if b and held.get(name, b) > b}
 
 
 def _plan_names(traced: list[str]) -> dict[str, str]:

@@ -182,6 +182,17 @@ def test_vmap_over_a_marked_function(mark, outside):
     assert_close(jax.jit(under(found, decisions, step))(W), expected)
 
 
+@pytest.mark.parametrize("mark", [jdelta.remat, lambda f: f], ids=["marked", "found"])
+def test_residuals_of_a_vmapped_gradient_count_for_all_examples(mark):
+    step = per_example_step(mark(unit))
+    _, priced, _ = decided(step, keep, W)
+    _, once, _ = decided(jax.grad(lambda w: unrolled(mark(unit), w, X[:1])), keep, W)
+    shapes = {r.shape for r in priced if r.producer == "tanh"}
+    assert shapes == {(ROWS, 1, WIDTH)}
+    if mark is jdelta.remat:  # a unit that is found holds a slice of the weights too, once
+        assert sum(r.bytes for r in priced) == ROWS * sum(r.bytes for r in once)
+
+
 # Steps that use more than one first derivative
 
 
