@@ -245,24 +245,25 @@ def label(eqn: Eqn) -> str:
 
 
 def checkpointed(
-    fun: Callable[..., Sequence[Any]], policy: Callable[..., Any], *, prevent_cse: bool
-) -> Callable[..., list[Any]]:
-    """``jax.checkpoint`` of a function of arrays, the same whether ``jax_remat3`` is on or off.
+    fun: Callable[..., Any], policy: Callable[..., Any], *, prevent_cse: bool
+) -> Callable[..., Any]:
+    """``jax.checkpoint``, the same whether ``jax_remat3`` is on or off.
 
     With it on, ``jax.checkpoint`` looks for names before JVP, where a region has none yet (and jax
     0.10 ignores policies). The primitive that it binds with the flag off is there in both cases.
     """
 
-    def call(*args: Any) -> list[Any]:
-        closed = jax.make_jaxpr(fun)(*args)
-        return primitives.remat_p.bind(
+    def call(*args: Any) -> Any:
+        closed, tree = stage(fun, *args)
+        results = primitives.remat_p.bind(
             *consts_of(closed),
-            *args,
+            *jax.tree.leaves(args),
             jaxpr=open_jaxpr(hoist_consts(closed)),
             prevent_cse=prevent_cse,
             differentiated=False,
             policy=policy,
         )
+        return jax.tree.unflatten(tree, results)
 
     return call
 
