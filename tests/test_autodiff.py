@@ -289,7 +289,9 @@ def searched(step, pin):
     found = trace(step, *args)
     priced = [r for region in found.regions for r in residuals(region, target)]
     items = items_of(priced, target, math.inf, pin)
-    return Search(Step(step, args, (), target, found.aliases), items, found.loops, Knapsack(), "")
+    return Search(
+        Step(step, args, (), target, found.aliases), items, found.loops, Knapsack(), "", 0.0
+    )
 
 
 def large_penalty(w):
