@@ -79,7 +79,7 @@ def _entries(graph: Graph, carried: set[int], trips: int, loops: int) -> Iterato
             elif buffer in carried or _is_computed(makes.get(buffer), graph):
                 value = graph.values[op.outputs[0]]
                 yield _Entry(op.name, (id(graph), buffer), value, makers.get(buffer), trips, loops)
-        if op.body is not None:
+        if op.body is not None and op.primitive != "cond":
             yield from _entries(op.body, _carried(op), trips * op.trips, loops + 1)
 
 

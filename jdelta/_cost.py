@@ -15,7 +15,7 @@ from typing import Any
 from jdelta._chips import Rates
 from jdelta._collective import collective_seconds, contracted
 from jdelta._fusion import Compiler, storage
-from jdelta._graph import BARRIER, RESHARD, TRANSFER, Graph, Operation
+from jdelta._graph import BARRIER, RESHARD, TRANSFER, Graph, Operation, graph_of
 from jdelta._primitives import CHEAP, FREE, MATMULS, VIEWS
 from jdelta._shardy import parts
 
@@ -65,7 +65,7 @@ def _fft(graph: Graph, op: Operation) -> float:
     return 5.0 * _elements(graph, op.outputs) * math.log2(max(2, length))
 
 
-@_rule("cholesky", "lu", "qr", "eigh", "svd", "triangular_solve", "geqrf", "householder_product")
+@_rule("cholesky", "lu", "qr", "eigh", "eig", "svd", "geqrf", "householder_product")
 def _linear_algebra(graph: Graph, op: Operation) -> float:
     shape = graph.values[op.inputs[0]].local
     return 2.0 * math.prod(shape) * shape[-1]
@@ -76,8 +76,34 @@ def _reshard(*_: Any) -> float:
     return 0.0  # only sent about
 
 
+@_rule("triangular_solve", "custom_linear_solve", "tridiagonal_solve")
+def _solve(graph: Graph, op: Operation) -> float:
+    """As many products as a matrix times the right-hand sides: one triangle or two."""
+    return 2.0 * _elements(graph, op.outputs) * graph.values[op.inputs[0]].local[-1]
+
+
+@_rule("dot_product_attention_fwd_wrapper")
+def _attention(graph: Graph, op: Operation) -> float:
+    """cuDNN's: two products of every query with every key, half of them behind a causal mask."""
+    queries, keys = (graph.values[v].local for v in op.inputs[:2])
+    rows = 1 if op.params["layout"] == 0 else 2  # BTNH or BNTH
+    causal = "CAUSAL" in str(op.params["mask_type"])
+    return (2.0 if causal else 4.0) * math.prod(queries) * keys[rows]
+
+
+@_rule("dot_product_attention_bwd_wrapper")
+def _attention_backward(graph: Graph, op: Operation) -> float:
+    return 2.5 * _attention(graph, op)  # five products instead of two
+
+
 _NOTHING = VIEWS | FREE | {BARRIER, TRANSFER}
 """Take no time; transfers are priced by the link, elsewhere."""
+
+_ATTENTION = frozenset(f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd"))
+"""cuDNN's, which run on the matrix unit."""
+
+_REFERENCES = frozenset("get swap addupdate program_id num_programs".split())
+"""What a kernel reads and writes its blocks with: counted with its operands."""
 
 _PARTIAL_READS = frozenset({"slice", "dynamic_slice", "gather"})
 
@@ -106,13 +132,44 @@ def operation_seconds(
         return op.trips * program_seconds(op.body, rates, platform)
     if op.primitive in _NOTHING:
         return 0.0
+    seconds = max(_arithmetic(graph, op, rates), _traffic(graph, op, roots) / rates.bandwidth)
+    return seconds + collective_seconds(graph, op, rates)
+
+
+def _arithmetic(graph: Graph, op: Operation, rates: Rates) -> float:
+    """Seconds of the operations of a single execution."""
+    if op.primitive == "pallas_call":
+        return _kernel(op, rates)
     rule = _RULES.get(op.primitive)
     work = rule(graph, op) if rule else _default_work(graph, op)
-    arithmetic = work / (
-        rates.flops(graph.values[op.inputs[0]].dtype) if op.primitive in MATMULS else rates.vector
+    on_matrix_unit = op.primitive in MATMULS | _ATTENTION
+    return work / (
+        rates.flops(graph.values[op.inputs[0]].dtype) if on_matrix_unit else rates.vector
     )
-    seconds = max(arithmetic, _traffic(graph, op, roots) / rates.bandwidth)
-    return seconds + collective_seconds(graph, op, rates)
+
+
+def _kernel(op: Operation, rates: Rates) -> float:
+    """Seconds of a Pallas kernel: as its author says, else as its body does at each point."""
+    body = graph_of(op.params["jaxpr"])
+    said = op.params.get("cost_estimate")
+    if said is not None:
+        products = (o for o in body.operations if o.primitive in MATMULS)
+        dtypes = [body.values[o.inputs[0]].dtype for o in products]
+        rate = rates.flops(dtypes[0]) if dtypes else rates.vector
+        return max(said.flops / rate, 10.0 * said.transcendentals / rates.vector)
+    points = math.prod(n for n in op.params["grid_mapping"].grid if isinstance(n, int))
+    return points * _inside(body, rates)
+
+
+def _inside(body: Graph, rates: Rates) -> float:
+    """Seconds of the operations in the body of a kernel."""
+    seconds = 0.0
+    for op in body.operations:
+        if op.body is not None:
+            seconds += op.trips * _inside(op.body, rates)
+        elif op.primitive not in _NOTHING | _REFERENCES:
+            seconds += _arithmetic(body, op, rates)
+    return seconds
 
 
 def _default_work(graph: Graph, op: Operation) -> float:

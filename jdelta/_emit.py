@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jdelta import _jax, _rows
 from jdelta._automatic import tracing
-from jdelta._errors import PlanMismatchError
+from jdelta._errors import OffloadError, PlanMismatchError
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
 from jdelta._jax import Jaxpr
@@ -74,6 +74,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
 
     Raises:
         PlanMismatchError: The step does not contain all the names that the policy decides about.
+        OffloadError: JAX cannot differentiate the step with what the policy puts on the host.
     """
 
     @functools.wraps(step.fun)
@@ -85,7 +86,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
             return step.fun(*args)
 
     platform = step.target.platform
-    traced = jax.jit(planned, donate_argnums=step.donate).trace(*step.args)
+    traced = _traced(jax.jit(planned, donate_argnums=step.donate), step, policy)
     graph = _graph(step, traced)
     if policy is not None:
         _check_names(policy, {str(op.name) for op, _, _ in walk(graph) if op.name})
@@ -111,6 +112,19 @@ def _graph(step: Step, traced: jax.stages.Traced) -> Graph:
 
 def _shardings(step: Step, closed: Jaxpr) -> Shardings:
     return shardings_of(closed, step.args, step.target.platform)
+
+
+def _traced(planned: Any, step: Step, policy: Policy | None) -> jax.stages.Traced:
+    try:
+        return planned.trace(*step.args)
+    except ValueError as error:
+        if policy is None or not policy.offloaded or "<host>" not in str(error):
+            raise
+        raise OffloadError(
+            "The step differentiates in reverse what it has differentiated in reverse already, and "
+            "JAX cannot transpose a copy to the host. Pin nothing there (host_budget=0), or take "
+            "the outer derivative with jax.jvp: jax.jvp(jax.grad(f), (x,), (v,))."
+        ) from error
 
 
 def _fixed_bytes(graph: Graph, step: Step) -> int:

@@ -70,6 +70,7 @@ def _policy_record(policy: Policy) -> dict[str, Any]:
         "regions": policy.regions,
         "writes_bits": policy.writes_bits,
         "least": policy.least,
+        "partly": sorted(policy.partly),
     }
 
 
@@ -83,8 +84,8 @@ def _read(field: dataclasses.Field[Any], value: Any) -> Any:
     if field.name == "policy" and value is not None:
         names = {k: frozenset[str](value[k]) for k in ("saved", "offloaded", "recomputed")}
         written, least = bool(value["writes_bits"]), bool(value["least"])
-        regions = _tuples(value["regions"])
-        return Policy(**names, regions=regions, writes_bits=written, least=least)
+        regions, partly = _tuples(value["regions"]), frozenset[str](value["partly"])
+        return Policy(**names, regions=regions, writes_bits=written, least=least, partly=partly)
     expected = _SCALARS.get(str(field.type))
     if expected and not isinstance(value, expected):
         raise ValueError(f"{field.name}: expected {field.type}, got {value!r}")

@@ -35,7 +35,7 @@ PART = "mesh_cast"
 
 _CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
 
-_WRAPPERS = _jax.CALLS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ class Operation:
             and of a barrier.
         outputs: Indices into ``Graph.values``.
         params: Parameters of the equation.
-        body: Body of a loop, as a graph of its own; None for everything else.
+        body: Body of a loop or largest branch of a ``cond``, as a graph of its own; None for
+            everything else.
+        others: The other branches of a ``cond``.
+        has_effects: Whether it does something beside giving its results.
         trips: How often ``body`` runs; 1 without a body.
         name: The name that a ``name`` equation gives; None for everything else.
         backward: Whether it was made by transposition, so belongs to a backward pass.
@@ -88,6 +91,13 @@ class Operation:
     backward: bool = False
     scope: tuple[str, ...] = ()
     times: int = 1
+    others: tuple[Graph, ...] = ()
+    has_effects: bool = False
+
+    @property
+    def bodies(self) -> tuple[Graph, ...]:
+        """The body and the other branches."""
+        return () if self.body is None else (self.body, *self.others)
 
 
 @dataclass
@@ -139,8 +149,9 @@ def graph_of(
     Args:
         jaxpr: The program.
         shardings: How its values are sharded.
-        unfold_loops: Put the operations of ``scan`` bodies once into the graph itself, with
-            ``times`` set, instead of into a graph of their own: for questions of dependence.
+        unfold_loops: Put the operations of ``scan`` bodies and of the branches of a ``cond`` once
+            into the graph itself, with ``times`` set, instead of into a graph of their own: for
+            questions of dependence.
     """
     builder = _Builder(shardings, unfold_loops)
     inner = _jax.open_jaxpr(jaxpr)
@@ -172,12 +183,13 @@ class _Builder:
     def run(
         self, eqns: Sequence[Eqn], env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
     ) -> None:
-        for eqn in eqns:
+        for eqn in map(_jax.plain, eqns):
             stack = _jax.name_stack(eqn)
             back = backward or "transpose(" in stack
             path = scope_path(stack)  # of an inlined body: sometimes whole, sometimes relative
             below = path if path[: len(scope)] == scope else (*scope, *path)
-            if eqn.primitive.name in _WRAPPERS and any(True for _ in _jax.subjaxprs(eqn)):
+            is_call = _jax.is_call(eqn) or eqn.primitive.name in _CUSTOM
+            if is_call and any(True for _ in _jax.subjaxprs(eqn)):
                 self._inline(eqn, env, backward=back, scope=below)
             elif eqn.primitive.name == "shard_map":
                 self._shard_map(eqn, env, backward=back, scope=below)
@@ -185,24 +197,61 @@ class _Builder:
                 self.times *= eqn.params["length"]
                 self._inline(eqn, env, backward=back, scope=below)
                 self.times //= max(1, eqn.params["length"])
+            elif self.unfold_loops and eqn.primitive.name == "cond":
+                self._join(eqn, env, backward=back, scope=below)
             else:
                 self._operation(eqn, env, back, below)
 
     def _inline(
         self, eqn: Eqn, env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
     ) -> None:
-        inner = _jax.open_jaxpr(_jax.subjaxpr(eqn))
         inputs = [self.read(env, a) for a in eqn.invars]
         if _jax.is_shielded(eqn):
             inputs = self._barrier(inputs, backward)
         if eqn.primitive.name == "scan":
-            inputs = self._rows(inputs, inner.invars, backward)
+            rows = _jax.open_jaxpr(_jax.subjaxpr(eqn)).invars
+            inputs = self._rows(inputs, rows, backward)
+        outputs = self._call(_jax.subjaxpr(eqn), inputs, backward=backward, scope=scope)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+
+    def _call(
+        self,
+        body: Jaxpr,
+        inputs: Sequence[int | None],
+        *,
+        backward: bool,
+        scope: tuple[str, ...],
+    ) -> list[int | None]:
+        """Put the operations of a body into the graph."""
+        inner = _jax.open_jaxpr(body)
         local: dict[Var, Any] = {v: self.value(v) for v in inner.constvars}
         self.graph.inputs += local.values()
         local |= dict(zip(inner.invars, inputs, strict=True))
         self.run(inner.eqns, local, backward=backward, scope=scope)
-        for outer, atom in zip(eqn.outvars, inner.outvars, strict=True):
-            env[outer] = self.read(local, atom)
+        return [self.read(local, atom) for atom in inner.outvars]
+
+    def _join(
+        self, eqn: Eqn, env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
+    ) -> None:
+        """Put all branches of a ``cond`` into the graph, and one of their results for another."""
+        index, *inputs = [self.read(env, a) for a in eqn.invars]
+        results = [
+            self._call(branch, inputs, backward=backward, scope=scope)
+            for branch in eqn.params["branches"]
+        ]
+        for var, *made in zip(eqn.outvars, *results, strict=True):
+            env[var] = self.value(var)
+            read = tuple(v for v in (index, *made) if v is not None)
+            join = Operation(
+                eqn.primitive.name,
+                read,
+                (env[var],),
+                eqn.params,
+                backward=backward,
+                scope=scope,
+                times=self.times,
+            )
+            self.graph.operations.append(join)
 
     def _shard_map(
         self, eqn: Eqn, env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
@@ -254,19 +303,21 @@ class _Builder:
         for var in eqn.outvars:
             env[var] = self.value(var)
             outputs.append(env[var])
-        body, trips = _loop(eqn, self.shardings)
+        bodies, trips = _bodies(eqn, self.shardings)
         self.graph.operations.append(
             Operation(
                 primitive=self._primitive(eqn, inputs, outputs),
                 inputs=tuple(v for v in inputs if v is not None),
                 outputs=tuple(outputs),
                 params=self._params(eqn),
-                body=body,
+                body=bodies[0] if bodies else None,
+                others=tuple(bodies[1:]),
                 trips=trips,
                 name=_jax.named_value(eqn),
                 backward=backward,
                 scope=scope,
                 times=self.times,
+                has_effects=bool(eqn.effects),
             )
         )
 
@@ -288,23 +339,23 @@ class _Builder:
         return {**eqn.params, "devices": math.prod(known.get(name, 1) for name in names)}
 
 
-def _loop(eqn: Eqn, shardings: Shardings) -> tuple[Graph | None, int]:
-    """The body and trip count of a loop; a ``while`` counts once, a ``cond`` as its largest arm."""
+def _bodies(eqn: Eqn, shardings: Shardings) -> tuple[list[Graph], int]:
+    """Body and trip count of a loop (a ``while`` counts once); branches, the largest one first."""
     if eqn.primitive.name == "scan":
-        return graph_of(eqn.params["jaxpr"], shardings), eqn.params["length"]
+        return [graph_of(eqn.params["jaxpr"], shardings)], eqn.params["length"]
     if eqn.primitive.name == "while":
-        return graph_of(eqn.params["body_jaxpr"], shardings), 1
+        return [graph_of(eqn.params["body_jaxpr"], shardings)], 1
     if eqn.primitive.name == "cond":
-        arms = [graph_of(branch, shardings) for branch in eqn.params["branches"]]
-        return max(arms, key=lambda arm: len(arm.operations)), 1
-    return None, 1
+        branches = [graph_of(branch, shardings) for branch in eqn.params["branches"]]
+        return sorted(branches, key=lambda b: len(b.operations), reverse=True), 1
+    return [], 1
 
 
 def _without_dead_code(graph: Graph) -> Graph:
     alive = {v for v in graph.outputs if v is not None}
     kept: list[Operation] = []
     for op in reversed(graph.operations):
-        if alive.intersection(op.outputs) or op.primitive in ("debug_callback", "io_callback"):
+        if alive.intersection(op.outputs) or op.has_effects:
             kept.append(op)
             alive.update(op.inputs)
     return dataclasses.replace(graph, operations=kept[::-1])

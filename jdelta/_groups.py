@@ -105,7 +105,7 @@ def _several(
         return in_turn
     if policy is None:
         return nested
-    return jax.checkpoint(nested, policy=_WithoutInputs(policy), prevent_cse=False)
+    return _jax.checkpointed(nested, _WithoutInputs(policy), prevent_cse=False)
 
 
 @dataclass(frozen=True)

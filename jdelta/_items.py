@@ -36,6 +36,8 @@ def offload_refusal(residual: Residual, target: Target) -> str | None:
         return target.offload_refusal
     if residual.loops > 1:
         return "in nested loops, where XLA fails on offloaded values"
+    if residual.conditional:
+        return "in a branch of a cond, where XLA fails on offloaded values"
     if residual.bytes < LEAST_OFFLOAD * residual.count or not residual.shape:
         return "too small to be worth a transfer"
     if residual.dtype.startswith("key"):

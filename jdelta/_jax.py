@@ -17,9 +17,8 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
+from jax.extend.core import primitives
 
 Array: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.generic
 Jaxpr: TypeAlias = Any
@@ -27,7 +26,12 @@ Eqn: TypeAlias = Any
 Var: TypeAlias = Any
 Atom: TypeAlias = Any
 
-CALLS = frozenset("pjit jit closed_call core_call eval_jaxpr remat remat2 checkpoint".split())
+REGION = "jdelta_region"
+"""Name of the primitive that a region is while nothing has differentiated it."""
+
+CALLS = frozenset(
+    f"pjit jit closed_call core_call eval_jaxpr remat remat2 checkpoint {REGION}".split()
+)
 """Primitives whose body may be inlined without changing a value or any of its derivatives."""
 
 session_context: Any = jax.make_user_context(None)
@@ -105,11 +109,6 @@ def stage(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array (or tracer), and not a Python value that stays static."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-
-
-def is_symbolic_zero(tangent: Any) -> bool:
-    """Whether a tangent given to a custom JVP rule is known to be zero."""
-    return isinstance(tangent, SymbolicZero)
 
 
 def is_var(atom: Atom) -> bool:
@@ -191,13 +190,27 @@ def read(env: Mapping[Var, Any], atoms: Sequence[Atom]) -> list[Any]:
     return [env[a] if is_var(a) else a.val for a in atoms]
 
 
+def is_call(eqn: Eqn) -> bool:
+    """Whether the body of an equation can stand for it, in values and in derivatives."""
+    return eqn.primitive.name in CALLS or _is_checkpoint(eqn)
+
+
+def _is_checkpoint(eqn: Eqn) -> bool:
+    """Whether the equation is a ``jax.checkpoint`` made with ``jax_remat3`` on."""
+    return type(eqn.params.get("_prim")).__name__ == "RematTraced"
+
+
 def subjaxpr(eqn: Eqn) -> Jaxpr:
     """The single body of a call-like equation."""
+    if _is_checkpoint(eqn):
+        return eqn.params["_prim"].jaxpr
     return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
 
 
 def subjaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
     """All jaxprs in the parameters of an equation."""
+    if _is_checkpoint(eqn):
+        yield subjaxpr(eqn)
     for value in eqn.params.values():
         for leaf in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(leaf, "eqns"):
@@ -258,7 +271,7 @@ def may_inline(eqn: Eqn) -> bool:
     """Whether the equation is a call that can be replaced by its body."""
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     placed = any(type(s).__name__ != "UnspecifiedValue" for s in shardings)
-    return eqn.primitive.name in CALLS and not placed and not eqn.effects
+    return is_call(eqn) and not placed and not eqn.effects
 
 
 def is_shielded(eqn: Eqn) -> bool:
@@ -274,6 +287,30 @@ def label(eqn: Eqn) -> str:
     return eqn.primitive.name
 
 
+def checkpointed(
+    fun: Callable[..., Any], policy: Callable[..., Any], *, prevent_cse: bool
+) -> Callable[..., Any]:
+    """``jax.checkpoint``, the same whether ``jax_remat3`` is on or off.
+
+    With it on, ``jax.checkpoint`` looks for names before JVP, where a region has none yet (and jax
+    0.10 ignores policies). The primitive that it binds with the flag off is there in both cases.
+    """
+
+    def call(*args: Any) -> Any:
+        closed, tree = stage(fun, *args)
+        results = primitives.remat_p.bind(
+            *consts_of(closed),
+            *jax.tree.leaves(args),
+            jaxpr=open_jaxpr(hoist_consts(closed)),
+            prevent_cse=prevent_cse,
+            differentiated=False,
+            policy=policy,
+        )
+        return jax.tree.unflatten(tree, results)
+
+    return call
+
+
 def name_stack(eqn: Eqn) -> str:
     """The scopes an equation was traced under, transformations included, joined by slashes."""
     return str(eqn.source_info.name_stack)
@@ -281,8 +318,9 @@ def name_stack(eqn: Eqn) -> str:
 
 @functools.cache
 def _name_jaxpr() -> Jaxpr:
-    """A program of one ``checkpoint_name``, as a template."""
-    return open_jaxpr(jax.make_jaxpr(lambda x: checkpoint_name(x, ""))(np.float32(0)))
+    """A program of one ``checkpoint_name``, as a template, whatever ``jax_remat3`` says."""
+    bind = functools.partial(primitives.name_p.bind, name="")
+    return open_jaxpr(jax.make_jaxpr(bind)(np.float32(0)))
 
 
 def _name_equation() -> Eqn:
@@ -291,13 +329,24 @@ def _name_equation() -> Eqn:
 
 def named_value(eqn: Eqn) -> str | None:
     """The name that a ``checkpoint_name`` equation gives; None for any other equation."""
-    is_name = eqn.primitive is _name_equation().primitive
-    return eqn.params["name"] if is_name else None
+    if eqn.primitive is primitives.name_p:
+        return eqn.params["name"]
+    given = eqn.params.get("_prim")  # with jax_remat3 on
+    is_name = type(given).__name__ in ("CheckpointName", "CheckpointNameFwd")
+    return given.name if is_name else None
+
+
+def plain(eqn: Eqn) -> Eqn:
+    """The equation; a ``checkpoint_name`` made with ``jax_remat3`` on as it is made with it off."""
+    name = named_value(eqn)
+    if name is None or eqn.primitive is primitives.name_p:
+        return eqn
+    return eqn.replace(primitive=primitives.name_p, params={"name": name})
 
 
 def name_equation(source: Var, target: Var, name: str, like: Eqn) -> Eqn:
     """``target = checkpoint_name(source, name)``, at the source line of ``like``."""
-    return _from_template(_name_equation(), source, target, like, name=name)
+    return _from_template(_name_equation(), [source], target, like, name=name)
 
 
 def renamed(eqn: Eqn, name: str) -> Eqn:
@@ -313,15 +362,48 @@ def _barrier_equation() -> Eqn:
 
 def barrier_equation(source: Var, target: Var, like: Eqn) -> Eqn:
     """``target = optimization_barrier(source)``, at the source line of ``like``."""
-    return _from_template(_barrier_equation(), source, target, like)
+    return _from_template(_barrier_equation(), [source], target, like)
 
 
-def _from_template(template: Eqn, source: Var, target: Var, like: Eqn, **params: Any) -> Eqn:
+def is_complex(var: Var) -> bool:
+    """Whether a variable holds complex numbers."""
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.complexfloating)
+
+
+@functools.cache
+def _complex_equations(dtype: Any) -> Sequence[Eqn]:
+    """Equations that take a complex value apart and put it together, as templates."""
+
+    def again(x: Any) -> Any:
+        return jax.lax.complex(jax.lax.real(x), jax.lax.imag(x))
+
+    return open_jaxpr(jax.make_jaxpr(again)(np.zeros((), dtype))).eqns
+
+
+def part_equations(source: Var, like: Eqn) -> list[Eqn]:
+    """The real and the imaginary part of a complex value, at the source line of ``like``."""
+    parts = _complex_equations(source.aval.dtype)[:2]
+    avals = [source.aval.update(dtype=part.outvars[0].aval.dtype) for part in parts]
+    return [
+        _from_template(part, [source], new_var(aval), like)
+        for part, aval in zip(parts, avals, strict=True)
+    ]
+
+
+def complex_equation(parts: Sequence[Var], target: Var, like: Eqn) -> Eqn:
+    """``target = complex(*parts)``, at the source line of ``like``."""
+    return _from_template(_complex_equations(target.aval.dtype)[2], parts, target, like)
+
+
+def _from_template(
+    template: Eqn, sources: Sequence[Var], target: Var, like: Eqn, **params: Any
+) -> Eqn:
     """The equation ``template`` for other variables, at the source line of ``like``."""
     return like.replace(
         primitive=template.primitive,
         params={**template.params, **params},
-        invars=[source],
+        invars=list(sources),
         outvars=[target],
         effects=template.effects,
     )
@@ -356,7 +438,7 @@ def inline(closed: Jaxpr) -> Jaxpr:
                 call(eqn)
                 continue
             outvars = [new_var(v.aval) if is_var(v) else v for v in eqn.outvars]
-            eqns.append(eqn.replace(invars=[now(v) for v in eqn.invars], outvars=outvars))
+            eqns.append(plain(eqn).replace(invars=[now(v) for v in eqn.invars], outvars=outvars))
             became.update(zip(eqn.outvars, outvars, strict=True))
 
     def call(eqn: Eqn) -> None:

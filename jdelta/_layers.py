@@ -85,8 +85,17 @@ class Planning:
         residuals = with_boundaries(trace, step.target)
         items = items_of(residuals, step.target, self.host_room, self.pin)
         splitting = ROW_PASSES * trace.row_bytes / rates.bandwidth
-        name = trace.fingerprint
-        return _Begun(trace, Search(step, items, trace.loops, self.solver, name, splitting, before))
+        search = Search(
+            step,
+            items,
+            trace.loops,
+            self.solver,
+            trace.fingerprint,
+            splitting,
+            before,
+            trace.partly,
+        )
+        return _Begun(trace, search)
 
     def _nested(self, first: _Begun, bound: int, trips: int, error: BudgetError) -> Result:
         """Nested checkpoints, since everything else needs more than the budget."""

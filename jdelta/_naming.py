@@ -34,20 +34,29 @@ class RegionName(str):
     Attributes:
         region: Name of the region, the first part of the name.
         loops: Number of loops of the region itself that the value is in.
+        conditional: Whether it is in a branch of a ``cond`` of the region itself.
         is_input: Whether it names an input of the region.
     """
 
     region: str
     loops: int
+    conditional: bool
     is_input: bool
 
     def __new__(
-        cls, region: str, inner: str, loops: int = 0, *, is_input: bool = False
+        cls,
+        region: str,
+        inner: str,
+        loops: int = 0,
+        *,
+        conditional: bool = False,
+        is_input: bool = False,
     ) -> RegionName:
         """The name ``region/inner``."""
         self = super().__new__(cls, f"{region}/{inner}")
         self.region = region
         self.loops = loops
+        self.conditional = conditional
         self.is_input = is_input
         return self
 
@@ -64,13 +73,16 @@ class _Namer:
         """A name for the region's next input."""
         return RegionName(self._region, self._unique("input"), is_input=True)
 
-    def __call__(self, path: Sequence[str], last: str, loops: int) -> RegionName:
+    def __call__(
+        self, path: Sequence[str], last: str, loops: int, *, conditional: bool
+    ) -> RegionName:
         # A module's scope begins with its own name, that of a unit found with all of it.
         for own in (self._own, self._own[-1:]):
             if tuple(path[: len(own)]) == own:
                 path = path[len(own) :]
                 break
-        return RegionName(self._region, self._unique("/".join((*path, last))), loops)
+        inner = self._unique("/".join((*path, last)))
+        return RegionName(self._region, inner, loops, conditional=conditional)
 
     def _unique(self, inner: str) -> str:
         self._used[inner] += 1
@@ -105,10 +117,12 @@ class _Rewrite:
         loops: int = 0,
         *,
         names_inputs: bool = True,
+        conditional: bool = False,
     ):
         self.closed = closed
         self.namer = namer
         self.loops = loops
+        self.conditional = conditional
         self.eqns: list[Eqn] = []
         self.new_consts: dict[Var, Any] = {}
         self.became: dict[Var, Atom] = {}
@@ -116,7 +130,7 @@ class _Rewrite:
         self.tangents = {
             v for v, is_tangent in zip(inner.invars, tangent, strict=True) if is_tangent
         }
-        if names_inputs and not loops:
+        if names_inputs and not loops and not conditional:
             self._inputs(inner.invars, inner.eqns)
         self._equations(inner.eqns, path)
         self.eqns = _with_buffers_named(self.eqns)
@@ -132,7 +146,7 @@ class _Rewrite:
         return self.became.get(atom, atom) if _jax.is_var(atom) else atom
 
     def _equations(self, eqns: Sequence[Eqn], path: tuple[str, ...]) -> None:
-        for eqn in eqns:
+        for eqn in map(_jax.plain, eqns):
             if _jax.may_inline(eqn):
                 self._inline(eqn, path)
             else:
@@ -141,7 +155,8 @@ class _Rewrite:
     def _inputs(self, invars: Sequence[Var], eqns: Sequence[Eqn]) -> None:
         """Name the inputs, so that one that the step computes may be offloaded."""
         for var in invars:
-            if var not in self.tangents and eqns and hasattr(var.aval, "shape"):
+            named = hasattr(var.aval, "shape") and not _jax.is_complex(var)
+            if var not in self.tangents and eqns and named:
                 self.became[var] = named = _jax.new_var(var.aval)
                 self.eqns.append(_jax.name_equation(var, named, self.namer.input(), eqns[0]))
 
@@ -170,8 +185,11 @@ class _Rewrite:
         elif eqn.primitive.name == "scan":
             body, tangent_out = self._scan_body(eqn, tangent_in, path)
             params = {**params, "jaxpr": body}
-        elif any(tangent_in) and eqn.primitive.name in ("cond", "while"):
-            tangent_out = _control_flow_tangents(eqn, tangent_in)
+        elif any(tangent_in) and eqn.primitive.name == "cond":
+            branches, tangent_out = self._branches(eqn, tangent_in, path)
+            params = {**params, "branches": branches}
+        elif any(tangent_in) and eqn.primitive.name == "while":
+            tangent_out = _while_tangents(eqn, tangent_in)
         outvars = [_jax.new_var(v.aval) if _jax.is_var(v) else v for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
         user_name = _jax.named_value(eqn)
@@ -181,10 +199,26 @@ class _Rewrite:
             self.became[old] = new
             if is_tangent:
                 self.tangents.add(new)
+            elif _jax.is_complex(old):
+                self.became[old] = self._parts(new, path, user_name or _jax.label(eqn), eqn)
             elif hasattr(old.aval, "shape"):
-                self.became[old] = named = _jax.new_var(old.aval)
-                name = self.namer(path, user_name or _jax.label(eqn), self.loops)
-                self.eqns.append(_jax.name_equation(new, named, name, eqn))
+                self.became[old] = self._named(new, path, user_name or _jax.label(eqn), eqn)
+
+    def _named(self, var: Var, path: tuple[str, ...], last: str, like: Eqn) -> Var:
+        named = _jax.new_var(var.aval)
+        name = self.namer(path, last, self.loops, conditional=self.conditional)
+        self.eqns.append(_jax.name_equation(var, named, name, like))
+        return named
+
+    def _parts(self, var: Var, path: tuple[str, ...], last: str, like: Eqn) -> Var:
+        """A complex value made of its named parts: JAX keeps no complex residual under a policy."""
+        parts: list[Var] = []
+        for part in _jax.part_equations(var, like):
+            self.eqns.append(part)
+            parts.append(self._named(part.outvars[0], (*path, last), part.primitive.name, like))
+        whole = _jax.new_var(var.aval)
+        self.eqns.append(_jax.complex_equation(parts, whole, like))
+        return whole
 
     def _mapped_body(
         self, body: Jaxpr, tangent_in: Sequence[bool], path: tuple[str, ...]
@@ -201,8 +235,30 @@ class _Rewrite:
         """The scan's body with names, and which of the scan's outputs are tangents."""
         body = eqn.params["jaxpr"]
         tangent_in = _carry_fixpoint(eqn, tangent_in)
-        rewrite = _Rewrite(body, tangent_in, self.namer, (*path, "scan"), self.loops + 1)
+        rewrite = _Rewrite(
+            body,
+            tangent_in,
+            self.namer,
+            (*path, "scan"),
+            self.loops + 1,
+            conditional=self.conditional,
+        )
         return rewrite.result(), _scan_outputs(eqn, tangent_in, rewrite.tangent_outputs())
+
+    def _branches(
+        self, eqn: Eqn, tangent_in: Sequence[bool], path: tuple[str, ...]
+    ) -> tuple[tuple[Jaxpr, ...], list[bool]]:
+        """The branches of a ``cond`` with names, and which of its outputs are tangents."""
+        branches: list[Jaxpr] = []
+        tangent_out: list[list[bool]] = []
+        for branch in eqn.params["branches"]:
+            rewrite = _Rewrite(
+                branch, tangent_in[1:], self.namer, (*path, "cond"), self.loops, conditional=True
+            )
+            named = rewrite.result()
+            branches.append(branch if _jax.consts_of(named) else named)  # JAX expects none there
+            tangent_out.append(rewrite.tangent_outputs())
+        return tuple(branches), [any(marks) for marks in zip(*tangent_out, strict=True)]
 
 
 def _with_buffers_named(eqns: Sequence[Eqn]) -> list[Eqn]:
@@ -256,11 +312,8 @@ def _scan_outputs(eqn: Eqn, inputs: Sequence[bool], body: Sequence[bool]) -> lis
     return [*inputs[consts : consts + carry], *body[carry:]]
 
 
-def _control_flow_tangents(eqn: Eqn, tangent_in: Sequence[bool]) -> list[bool]:
-    """Which outputs of a ``cond`` or ``while`` depend on a tangent."""
-    if eqn.primitive.name == "cond":
-        branches = [_dependent(branch, tangent_in[1:]) for branch in eqn.params["branches"]]
-        return [any(marks) for marks in zip(*branches, strict=True)]
+def _while_tangents(eqn: Eqn, tangent_in: Sequence[bool]) -> list[bool]:
+    """Which outputs of a ``while`` depend on a tangent."""
     skip = eqn.params["cond_nconsts"]
     consts = list(tangent_in[skip : skip + eqn.params["body_nconsts"]])
     carry = list(tangent_in[skip + len(consts) :])

@@ -116,6 +116,15 @@ class Plan:
         """Whether random bits are to be written to memory before they are read."""
         return self.policy is not None and self.policy.writes_bits
 
+    def check_before_jvp(self, region: str) -> None:
+        """Refuse to decide about a region of which only the plan knows what is differentiated.
+
+        Raises:
+            PlanMismatchError: Other values than the planned ones might have their names.
+        """
+        if self.policy is not None:
+            self.policy.check_before_jvp(region)
+
     def prevents_cse(self, region: str) -> bool:
         """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
         return self.policy is None or self.policy.prevents_cse(region)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -136,6 +137,7 @@ class Search:
         fingerprint: str,
         splitting: float,
         before: Search | None = None,
+        partly: frozenset[str] = frozenset(),
     ):
         """Begin a search.
 
@@ -148,10 +150,12 @@ class Search:
             splitting: Seconds that several layers in an iteration add to the step.
             before: The search for the same step with its loops as they are. Where that has a plan,
                 this one may end without.
+            partly: Those regions of which some inexact argument is not differentiated.
         """
         self.step = step
         self.items = items
         self.regions = regions
+        self.partly = partly
         self.solver = solver
         pins = frozenset(items.pinned.items())
         key = (fingerprint, step.target.name, step.donate, items.problem, pins)
@@ -254,9 +258,10 @@ class Search:
         Larger plans, in which transfers are timed again, may put it there as well.
         """
         near, self.items = self.items, self.items.with_boundaries()
-        deep = self._compile(self._floor(least=True))
-        if not self._offload_failed(deep) and deep.peak < floor.peak:
-            return deep
+        with contextlib.suppress(OffloadError):
+            deep = self._compile(self._floor(least=True))
+            if not self._offload_failed(deep) and deep.peak < floor.peak:
+                return deep
         self.items = near
         return floor
 
@@ -344,7 +349,13 @@ class Search:
     def _decide(self, capacity: float) -> Candidate:
         problem = replace(self.items.problem, capacity=capacity)
         solution = self.solver.solve(problem)
-        return self._candidate(solution.decisions, solution.outcome)
+        try:
+            return self._candidate(solution.decisions, solution.outcome)
+        except OffloadError:
+            if Decision.OFFLOAD in self.items.pinned.values():
+                raise
+            self.items = self.items.without_offload()
+            return self._decide(capacity)
 
     def _candidate(self, chosen: Sequence[Decision], outcome: Outcome) -> Candidate:
         decisions = self.items.decisions(chosen)
@@ -352,7 +363,7 @@ class Search:
 
     def _policy(self, decisions: Mapping[str, Decision], *, least: bool = False) -> Policy:
         names, platform = self.items.policy_decisions(decisions), self.step.target.platform
-        return Policy.of(names, self.regions, platform, least=least)
+        return Policy.of(names, self.regions, platform, least=least, partly=self.partly)
 
     def _priced(
         self, decisions: Mapping[str, Decision], outcome: Outcome, policy: Policy

@@ -31,6 +31,7 @@ class Policy:
         regions: From each region that the decisions are for to the number of loops around it.
         writes_bits: Whether random bits are written to memory before they are read: TPUs need it.
         least: Whether the least memory matters more than hiding transfers.
+        partly: Those regions of which some inexact argument is not differentiated.
     """
 
     saved: frozenset[str]
@@ -39,6 +40,7 @@ class Policy:
     regions: tuple[tuple[str, int], ...]
     writes_bits: bool = False
     least: bool = False
+    partly: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -48,6 +50,7 @@ class Policy:
         platform: str,
         *,
         least: bool = False,
+        partly: frozenset[str] = frozenset(),
     ) -> Policy:
         """The policy of decisions by name.
 
@@ -56,6 +59,7 @@ class Policy:
             regions: From the regions that they are for to the number of loops around each.
             platform: Platform of the target.
             least: Whether the least memory matters more than hiding transfers.
+            partly: Those regions of which some inexact argument is not differentiated.
         """
         names = {d: frozenset(n for n, is_d in decisions.items() if is_d is d) for d in Decision}
         return cls(
@@ -65,6 +69,7 @@ class Policy:
             tuple(sorted(regions.items())),
             writes_bits=platform == "tpu",
             least=least,
+            partly=partly,
         )
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
@@ -89,6 +94,24 @@ class Policy:
     def prevents_cse(self, region: str) -> bool:
         """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
         return dict(self.regions).get(region, 0) == 0
+
+    def check_before_jvp(self, region: str) -> None:
+        """Refuse to decide about a region of which only the plan knows what is differentiated.
+
+        Values are named after JVP in what is differentiated; with ``jax_remat3`` on, a
+        ``jax.checkpoint`` asks before, when that is taken to be every inexact argument.
+
+        Raises:
+            PlanMismatchError: Other values than the planned ones might have their names.
+        """
+        calls = {region} & self._region_names or self._unnumbered.get(region, set())
+        if calls & self.partly:
+            raise PlanMismatchError(
+                f"Not every real argument of {region!r} is differentiated in the planned step, and "
+                "jax.checkpoint with jax_remat3 on asks its policy before that is known. Use "
+                "plan.jit, jdelta.jit or jdelta.remat(policy=…) in its place, or turn jax_remat3 "
+                "off."
+            )
 
     @functools.cached_property
     def _by_name(self) -> Any:

@@ -24,6 +24,9 @@ CHEAP = frozenset(
 )
 """Element-wise and cheap enough to be computed again in every reader."""
 
+PARTS = frozenset({"real", "imag"})
+"""What a complex value is kept as."""
+
 RANDOM = frozenset("threefry2x32 random_bits random_fold_in random_split random_seed".split())
 """Make random bits, at a hundred instructions each."""
 

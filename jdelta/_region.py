@@ -8,15 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from jdelta import _jax
 from jdelta._naming import add_names
+from jdelta._primitive import region_primitive
 from jdelta._random import with_written_bits
 
 
+@runtime_checkable
 class RegionPolicy(Protocol):
     """What a region needs of a plan: a ``jax.checkpoint`` policy, and how to emit the region."""
 
@@ -29,6 +32,10 @@ class RegionPolicy(Protocol):
 
     def prevents_cse(self, region: str) -> bool:
         """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
+        ...
+
+    def check_before_jvp(self, region: str) -> None:
+        """Refuse to decide about a region of which only the plan knows what is differentiated."""
         ...
 
 
@@ -67,6 +74,7 @@ class Session:
         gradients: How many functions were differentiated so far.
         derivatives: For each differentiated region its JVP with names, and how many of the inputs
             of that are no tangents.
+        partly: Names of the regions of which some inexact argument is not differentiated.
     """
 
     def __init__(
@@ -85,6 +93,7 @@ class Session:
         self.loops = 0
         self.gradients = 0
         self.derivatives: dict[str, tuple[Any, int]] = {}
+        self.partly: set[str] = set()
         self._calls: Counter[str] = Counter()
 
     def region(self, base: str) -> str:
@@ -150,57 +159,74 @@ def region(
 
         with inside_region():
             closed, out_tree = _jax.stage(call, *arrays)
-        staged = _jax.hoist_consts(closed)
-        run: Callable[..., Any] = _named(
-            staged, name, base, session, written=chosen is not None and chosen.writes_bits
+        run: Callable[..., Any] = functools.partial(
+            _bind,
+            jaxpr=_jax.hoist_consts(closed),
+            name=name,
+            base=base,
+            session=session,
+            written=chosen is not None and chosen.writes_bits,
         )
         if chosen is not None:
             shield = chosen.prevents_cse(name) if prevent_cse is None else prevent_cse
-            run = jax.checkpoint(run, policy=chosen, prevent_cse=shield)
+            run = _jax.checkpointed(run, chosen, prevent_cse=shield)
         outputs = run(*_jax.consts_of(closed), *arrays)
         return jax.tree.unflatten(out_tree, outputs)
 
     return wrapped
 
 
-def _named(
-    staged: Any, name: str, base: str, session: Session | None, *, written: bool
-) -> Callable[..., list[Any]]:
-    """A function that evaluates ``staged``, with a JVP rule that names the residuals.
+def _jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    moving: Sequence[int],
+    *,
+    jaxpr: Any,
+    name: str,
+    base: str,
+    session: Session | None,
+    written: bool,
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The derivative of a region, its residuals named.
 
     Args:
-        staged: The region.
+        primals: Arguments of the region.
+        tangents: Their tangents, those that are not zero.
+        moving: The numbers of the arguments that have one.
+        jaxpr: The region.
         name: Its name.
         base: The name without the number of the call.
         session: What to tell about the derivative.
         written: Whether random bits are written to memory before they are read.
     """
 
-    @functools.partial(jax.custom_jvp)
-    def run(*xs: Any) -> list[Any]:
-        return _jax.evaluate(staged, *xs)
+    def jvp(xs: Sequence[Any], ts: Sequence[Any]) -> Any:
+        def of_moving(*some: Any) -> list[Any]:
+            full = list(xs)
+            for i, x in zip(moving, some, strict=True):
+                full[i] = x
+            return _jax.evaluate(jaxpr, *full)
 
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        moving = [i for i, t in enumerate(tangents) if not _jax.is_symbolic_zero(t)]
+        return jax.jvp(of_moving, [xs[i] for i in moving], list(ts))
 
-        def jvp(xs: Sequence[Any], ts: Sequence[Any]) -> Any:
-            def of_moving(*some: Any) -> list[Any]:
-                full = list(xs)
-                for i, x in zip(moving, some, strict=True):
-                    full[i] = x
-                return _jax.evaluate(staged, *full)
+    closed, tree = _jax.stage(jvp, list(primals), list(tangents))
+    tangent = [False] * len(primals) + [True] * len(tangents)
+    named = add_names(closed, tangent, name, base)
+    if session:
+        session.derivatives[name] = named, len(primals)
+        inexact = sum(jnp.issubdtype(x.dtype, jnp.inexact) for x in primals)
+        session.partly.update([name] if len(moving) < inexact else [])
+    program = with_written_bits(named) if written else named
+    outputs = _jax.evaluate(program, *primals, *tangents)
+    return jax.tree.unflatten(tree, outputs)
 
-            return jax.jvp(of_moving, [xs[i] for i in moving], list(ts))
 
-        some = [tangents[i] for i in moving]
-        closed, tree = _jax.stage(jvp, list(primals), some)
-        tangent = [False] * len(primals) + [True] * len(some)
-        named = add_names(closed, tangent, name, base)
-        if session:
-            session.derivatives[name] = named, len(primals)
-        program = with_written_bits(named) if written else named
-        outputs = _jax.evaluate(program, *primals, *some)
-        return jax.tree.unflatten(tree, outputs)
+def _shield(policy: Any, region: str) -> bool:
+    """Whether a ``jax.checkpoint`` with this policy around a region is shielded from CSE there."""
+    if isinstance(policy, RegionPolicy):
+        policy.check_before_jvp(region)
+        return policy.prevents_cse(region)
+    return True
 
-    run.defjvp(rule, symbolic_zeros=True)
-    return run
+
+_bind = region_primitive(_jvp, _shield)

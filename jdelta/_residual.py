@@ -9,7 +9,7 @@ from jdelta._cost import operation_seconds
 from jdelta._fusion import Compiler, read_narrowly, storage
 from jdelta._graph import Graph, Operation
 from jdelta._naming import RegionName
-from jdelta._primitives import CHEAP, FREE, VIEWS
+from jdelta._primitives import CHEAP, FREE, PARTS, VIEWS
 from jdelta._shardy import Spec
 from jdelta._target import Target
 from jdelta._trace import Region
@@ -36,6 +36,7 @@ class Residual:
         loops: Number of loops around it; offload works under one at most.
         spec: For each dimension the mesh axes that it is sharded over, and the devices along each;
             empty when it is not sharded.
+        conditional: Whether it is in a branch of a ``cond``; offload does not work there.
         boundary: Whether it enters a region, and so stays in memory unless it is offloaded.
         entering: Name that it has there, where it is a residual of the region it comes from too.
     """
@@ -54,6 +55,7 @@ class Residual:
     seconds: float
     loops: int
     spec: Spec = ()
+    conditional: bool = False
     boundary: bool = False
     entering: str | None = None
 
@@ -71,12 +73,14 @@ class _Analysis:
         self.target = target
         self.graph: Graph = region.graph
         self.prefix = region.traced + "/"
+        self.batch = max(region.copies.values(), default=1)
+        self.producers = self.graph.producers()
         self.base = self._bases()
         self.names = self._names()
-        self.makers = [op for op in self.graph.operations if self._makes_primal(op)]
-        self.needed = self._needed()
-        self.narrow = read_narrowly(self.graph)
         self.constant = self._constant()
+        self.makers, read = self._forward()
+        self.needed = self._through_what_is_no_item(read)
+        self.narrow = read_narrowly(self.graph)
 
     def _bases(self) -> list[int]:
         """For each value the one it is a view of."""
@@ -86,29 +90,40 @@ class _Analysis:
                 base[op.outputs[0]] = base[op.inputs[0]]
         return base
 
-    def _names(self) -> dict[int, str]:
+    def _names(self) -> dict[int, RegionName]:
         """A name for each computed buffer: the first one given here."""
-        names: dict[int, str] = {}
+        names: dict[int, RegionName] = {}
         for op in self.graph.operations:
             if isinstance(op.name, RegionName):
                 names.setdefault(self.base[op.outputs[0]], op.name)
         return names
 
-    def _makes_primal(self, op: Operation) -> bool:
-        """Whether an operation is work of the forward pass: only such results have names."""
-        return op.primitive not in VIEWS and any(self.base[v] in self.names for v in op.outputs)
+    def _forward(self) -> tuple[list[Operation], set[int]]:
+        """Work of the forward pass, and the buffers that work on tangents reads.
 
-    def _needed(self) -> set[int]:
-        """Buffers that work on tangents reads, so the backward pass reads them too."""
+        What depends on no tangent is forward work; of what does, the results that are named
+        nevertheless (a loop makes both). Calls with a rule of their own have no names inside.
+        """
         tangents = set(self.graph.inputs[self.region.primals :])
-        needed: set[int] = set()
+        makers: list[Operation] = []
+        read: set[int] = set()
         for op in self.graph.operations:
+            named = {v for v in op.outputs if self.base[v] in self.names}
             moving = any(v in tangents for v in op.inputs)
             if moving:
-                tangents.update(op.outputs)
-                needed.update(self.base[v] for v in op.inputs if v not in tangents)
-                if self._makes_primal(op):
-                    tangents.difference_update(v for v in op.outputs if self.base[v] in self.names)
+                read.update(self.base[v] for v in op.inputs if v not in tangents)
+                tangents.update(v for v in op.outputs if op.primitive in VIEWS or v not in named)
+            if op.primitive not in VIEWS and (named or not moving):
+                makers.append(op)
+        return makers, read
+
+    def _through_what_is_no_item(self, read: set[int]) -> set[int]:
+        """The buffers that are read, and those that what is always computed again is made of."""
+        needed = set(read)
+        for op in reversed(self.makers):
+            again = [v for v in op.outputs if v in needed and not self._may_be_kept(op, v)]
+            if again:
+                needed.update(self.base[v] for v in op.inputs)
         return needed
 
     def _constant(self) -> set[int]:
@@ -125,7 +140,7 @@ class _Analysis:
         below: dict[int, tuple[frozenset[int], float]] = {}  # sources and seconds of the rest
         for op in self.makers:
             sources, seconds = self._upstream(op, below, found)
-            seconds += op.times * self._seconds(op, roots)
+            seconds += op.times * self.batch * self._seconds(op, roots)
             for v in op.outputs:
                 if self._is_item(op, v):
                     found[v] = self._residual(op, v, sources, seconds, found)
@@ -157,9 +172,13 @@ class _Analysis:
         return frozenset(sources), sum(between.values())
 
     def _is_item(self, op: Operation, value: int) -> bool:
-        if op.primitive in FREE or value not in self.names or value in self.constant:
-            return False
-        return value in self.needed or op.primitive not in CHEAP
+        made = self.producers.get(op.inputs[0]) if op.primitive in PARTS else None
+        maker = op if made is None else self.graph.operations[made]
+        wanted = value in self.needed or maker.primitive not in CHEAP | FREE
+        return wanted and self._may_be_kept(op, value)
+
+    def _may_be_kept(self, op: Operation, value: int) -> bool:
+        return op.primitive not in FREE and value in self.names and value not in self.constant
 
     def _residual(
         self,
@@ -171,13 +190,14 @@ class _Analysis:
     ) -> Residual:
         what = self.graph.values[value]
         count = op.times * self.region.trips
+        copies = self.region.copies.get(self.names[value], 1)
         return Residual(
             name=self._plan_name(value),
             region=self.region.name,
-            shape=what.shape,
+            shape=(copies, *what.shape) if copies > 1 else what.shape,
             dtype=what.dtype,
             count=count,
-            bytes=what.bytes * count,
+            bytes=what.bytes * copies * count,
             producer=op.primitive,
             consumers=(),
             sources=tuple(found[s].name for s in sorted(sources)),
@@ -186,6 +206,7 @@ class _Analysis:
             seconds=seconds * self.region.trips,
             loops=self.region.loops + (op.times > 1),
             spec=what.spec,
+            conditional=self.region.conditional or self.names[value].conditional,
         )
 
     def _plan_name(self, value: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,10 @@ class Region:
         primals: How many of the graph's inputs are no tangents (the first ones).
         trips: How often it runs in a step: iterations of the loops around it.
         loops: Number of loops around it.
+        conditional: Whether it is in a branch of a ``cond``.
+        partly: Whether some inexact argument of it is not differentiated.
+        copies: From the names of values to how many of each the step has at once, where it is not
+            one: ``jax.vmap`` around ``jax.grad`` is not seen in ``graph``.
     """
 
     name: str
@@ -38,6 +42,9 @@ class Region:
     primals: int
     trips: int
     loops: int
+    conditional: bool
+    partly: bool
+    copies: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,11 @@ class Trace:
     def row_bytes(self) -> int:
         """Bytes of what the layers of loops have rows of: their weights."""
         return _row_bytes(self.graph)
+
+    @property
+    def partly(self) -> frozenset[str]:
+        """Names in plans of the regions of which some inexact argument is not differentiated."""
+        return frozenset(region.name for region in self.regions if region.partly)
 
     def plan_name(self, name: RegionName) -> str:
         """The name in plans of a value."""
@@ -108,10 +120,24 @@ def trace(
             found[op.name.region] = (max(seen, trips), max(depth, loops))
     _check(session, found)
     names = _plan_names(list(found))
-    regions = tuple(
-        Region(names[traced], traced, *_derivative(session, traced, shardings), trips, loops)
-        for traced, (trips, loops) in found.items()
-    )
+    conditional = _in_branches(graph)
+    held = _bytes_by_name(graph)
+
+    def region(traced: str, trips: int, loops: int) -> Region:
+        derivative, primals = _derivative(session, traced, shardings)
+        return Region(
+            name=names[traced],
+            traced=traced,
+            graph=derivative,
+            primals=primals,
+            trips=trips,
+            loops=loops,
+            conditional=traced in conditional,
+            partly=traced in session.partly,
+            copies=_copies(_bytes_by_name(derivative), held),
+        )
+
+    regions = tuple(region(traced, trips, loops) for traced, (trips, loops) in found.items())
     return Trace(graph, regions, session.automatic, grouping, _fingerprint(graph))
 
 
@@ -137,8 +163,19 @@ def walk(graph: Graph, trips: int = 1, loops: int = 0) -> Iterator[tuple[Operati
     """All operations in program order, with how often they run and how deep in loops they are."""
     for op in graph.operations:
         yield op, trips, loops
-        if op.body is not None:
-            yield from walk(op.body, trips * op.trips, loops + 1)
+        for body in op.bodies:
+            yield from walk(body, trips * op.trips, loops + (op.primitive != "cond"))
+
+
+def _in_branches(graph: Graph, *, inside: bool = False) -> set[str]:
+    """The regions, by their names while tracing, that are in a branch of a ``cond``."""
+    found: set[str] = set()
+    for op in graph.operations:
+        if inside and isinstance(op.name, RegionName) and not op.name.conditional:
+            found.add(op.name.region)
+        for body in op.bodies:
+            found |= _in_branches(body, inside=inside or op.primitive == "cond")
+    return found
 
 
 def _row_bytes(graph: Graph) -> int:
@@ -171,6 +208,22 @@ def _check(session: Session, found: dict[str, Any]) -> None:
             f"({', '.join(sorted(session.called)[:5])}), so there is nothing to keep or to "
             "recompute. Plan the function that calls jax.grad or jax.value_and_grad."
         )
+
+
+def _bytes_by_name(graph: Graph) -> dict[str, int]:
+    """Bytes of each value with a name given here."""
+    found: dict[str, int] = {}
+    for op in graph.operations:
+        if isinstance(op.name, RegionName):
+            found.setdefault(op.name, graph.values[op.outputs[0]].bytes)
+        for body in op.bodies:
+            found = {**_bytes_by_name(body), **found}
+    return found
+
+
+def _copies(one: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
+    """How many of each value there are, where more than one."""
+    return {name: held[name] // b for name, b in one.items() if b and held.get(name, b) > b}
 
 
 def _plan_names(traced: list[str]) -> dict[str, str]:

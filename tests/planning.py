@@ -1,6 +1,7 @@
 """Plans made for a TPU without compiling for it, and steps traced under them."""
 
 import dataclasses
+import math
 
 from jdelta._automatic import tracing
 from jdelta._items import items_of
@@ -21,6 +22,15 @@ def planned(step, share, *args, grouping=AS_WRITTEN):
     capacity = share * sum(item.bytes for item in items.problem.items if item.needed)
     problem = dataclasses.replace(items.problem, capacity=capacity)
     return found, items.decisions(Knapsack().solve(problem).decisions)
+
+
+def decided(step, decide, *args):
+    """The step's regions, and what becomes of each residual, as `decide` says for each of them."""
+    target = resolve("tpu:v5e:2x2")
+    found = trace(step, *args)
+    priced = [r for region in found.regions for r in residuals(region, target)]
+    items = items_of(priced, target, math.inf, {})
+    return found, priced, items.decisions([decide(i, r) for i, r in enumerate(priced)])
 
 
 def under(found, decisions, fun):

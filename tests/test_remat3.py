@@ -1,0 +1,192 @@
+"""With ``jax_remat3`` on a plan keeps what it keeps with it off, in each of the ways to use one."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import config
+from jax.ad_checkpoint import checkpoint_name
+
+import jdelta
+from jdelta import Decision, PlanMismatchError, _jax
+from jdelta._automatic import with_regions
+from jdelta._policy import Policy
+from tests.planning import decided, under
+
+W = 0.4 * jax.random.normal(jax.random.key(0), (3, 8, 8))
+X = jax.random.normal(jax.random.key(1), (4, 8))
+
+
+def unit(w, x):
+    h = checkpoint_name(jnp.tanh(x @ w), "hidden")
+    return x + jax.checkpoint(lambda h: jnp.exp(jnp.sin(h)))(h) @ w
+
+
+def unrolled(unit, w, x):
+    for i in range(3):
+        x = unit(w[i], x)
+    return jnp.mean(x**2)
+
+
+def scanned(unit, w, x):
+    return jnp.mean(jax.lax.scan(lambda x, w: (unit(w, x), None), x, w)[0] ** 2)
+
+
+STACKS = pytest.mark.parametrize("stack", [unrolled, scanned])
+MARKS = pytest.mark.parametrize("mark", [jdelta.remat, lambda f: f], ids=["marked", "found"])
+
+
+def mixed(i, r):
+    return (Decision.SAVE, Decision.OFFLOAD if r.shape else Decision.SAVE, Decision.RECOMPUTE)[
+        i % 3
+    ]
+
+
+def kept(loss, *args):
+    """What a function keeps: types, places and names; `saved_residuals` of jax 0.10 fails here."""
+    linear = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.linearize(loss, *args)[1]))(*args)
+    program = _jax.open_jaxpr(linear)
+    maker = {eqn.outvars[0]: eqn for eqn in program.eqns if eqn.outvars}
+    found = set()
+    for var in filter(_jax.is_var, program.outvars):
+        while var in maker and maker[var].primitive.name == "reduce_precision":
+            (var,) = maker[var].invars
+        found.add((var, _jax.named_value(maker[var]) or "" if var in maker else ""))
+    return sorted((str(v.aval), str(v.aval.memory_space), name) for v, name in found)
+
+
+@MARKS
+@STACKS
+def test_plans_keep_the_same(stack, mark):
+    def planned(on):
+        with config.remat3(on):
+            loss = functools.partial(stack, mark(unit))
+            found, _, decisions = decided(jax.grad(loss), mixed, W, X)
+            assert Decision.OFFLOAD in decisions.values()
+            run = under(found, decisions, lambda *args: with_regions(loss)(*args))
+            grads = jax.jit(under(found, decisions, jax.grad(loss)))(W, X)
+            return decisions, kept(run, W, X), grads
+
+    (decisions, residuals, grads), off = planned(True), planned(False)
+    assert decisions == off[0]
+    assert residuals == off[1]
+    assert any("Host" in place for _, place, _ in residuals)
+    np.testing.assert_allclose(grads, off[2], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(grads, jax.grad(functools.partial(stack, unit))(W, X), rtol=1e-5)
+
+
+@MARKS
+@STACKS
+def test_plans_from_end_to_end(stack, mark):
+    with config.remat3(True):
+        loss = functools.partial(stack, mark(unit))
+        plan = jdelta.plan(jax.value_and_grad(loss), "1MiB", W, X, pin={"*exp*": "recompute"})
+        assert Decision.RECOMPUTE in plan.decisions.values()
+        value, grads = plan.jit()(W, X)
+    expected = jax.value_and_grad(functools.partial(stack, unit))(W, X)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(grads, expected[1], rtol=1e-5, atol=1e-7)
+
+
+def wave(w, x):
+    return jnp.exp(jnp.sin(x @ w)) * 2.0
+
+
+POLICY = Policy(
+    saved=frozenset({"wave/sin"}),
+    offloaded=frozenset({"wave/cos"}),
+    recomputed=frozenset({"wave/exp"}),
+    regions=(("wave", 0),),
+)
+
+
+def loss_of_checkpoints(stack, policy, w, x):
+    marked = jdelta.remat(wave)
+
+    def rest(w, x):  # more than the unit alone is in the checkpoint
+        return jnp.tanh(marked(w, x)) * 0.1 + x
+
+    return stack(jax.checkpoint(rest, policy=policy), w, x)
+
+
+@STACKS
+@pytest.mark.parametrize(
+    "policy", [POLICY, None, jax.checkpoint_policies.save_only_these_names("wave/sin")]
+)
+def test_a_checkpoint_of_the_users_own_follows_the_policy(stack, policy):
+    def own(on):
+        with config.remat3(on):
+            loss = functools.partial(loss_of_checkpoints, stack, policy)
+            found = kept(loss, W, X)
+            return jax.jit(jax.grad(loss))(W, X), found
+
+    (grads, residuals), off = own(True), own(False)
+    np.testing.assert_allclose(grads, off[0], rtol=1e-5, atol=1e-7)
+    per_unit = [r for r in residuals if r[2].startswith("wave/") or "Host" in r[1]]
+    assert per_unit == [r for r in off[1] if r[2].startswith("wave/") or "Host" in r[1]]
+    if stack is unrolled:
+        assert len(per_unit) == (0 if policy is None else 6 if policy is POLICY else 3)
+
+
+def test_second_derivatives_of_a_checkpoint():
+    def hvp(stack, policy):
+        loss = functools.partial(loss_of_checkpoints, stack, policy, x=X)
+        return jax.jvp(jax.grad(loss), (W,), (jnp.cos(W),))[1]
+
+    plain = jax.jvp(
+        jax.grad(lambda w: unrolled(lambda w, x: jnp.tanh(wave(w, x)) * 0.1 + x, w, X)),
+        (W,),
+        (jnp.cos(W),),
+    )[1]
+    with config.remat3(True):
+        for stack in (unrolled, scanned):
+            np.testing.assert_allclose(hvp(stack, POLICY), plain, rtol=1e-4, atol=1e-6)
+
+
+def test_a_policy_is_refused_where_its_names_might_be_others():
+    """The step differentiates no data, `jax.checkpoint` with `jax_remat3` on cannot know that."""
+
+    def loss(unit, w):
+        return jnp.mean(unit(w, X) ** 2)
+
+    marked = jdelta.remat(wave)
+    plan = jdelta.plan(
+        jax.grad(functools.partial(loss, marked)), "1MiB", W[0], pin={"*": "recompute"}
+    )
+    expected = jax.grad(functools.partial(loss, wave))(W[0])
+    with config.remat3(True):
+        by_hand = jax.grad(functools.partial(loss, jax.checkpoint(marked, policy=plan)))
+        with pytest.raises(PlanMismatchError, match="asks its policy before that is known"):
+            by_hand(W[0])
+        followed = jax.grad(functools.partial(loss, jdelta.remat(wave, policy=plan)))
+        np.testing.assert_allclose(followed(W[0]), expected, rtol=1e-5)
+        np.testing.assert_allclose(plan.jit()(W[0]), expected, rtol=1e-5)
+
+
+def test_the_flag_of_the_environment():
+    """Other tests with the flag on from the start."""
+    which = "policy_argument or exactly_the_named or user_names or linen_class_under_scan"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-o",
+            "addopts=",
+            "tests/test_remat.py",
+            "-k",
+            which,
+        ],
+        env={**os.environ, "JAX_REMAT3": "1"},
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "6 passed" in done.stdout
