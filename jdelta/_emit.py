@@ -15,12 +15,12 @@ from jdelta._automatic import tracing
 from jdelta._errors import PlanMismatchError
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
+from jdelta._nest import walk
 from jdelta._peak import Timeline, timeline
 from jdelta._policy import Policy
 from jdelta._region import AS_WRITTEN, Grouping, Session
 from jdelta._target import Target
 from jdelta._timing import TIMED, timed
-from jdelta._trace import walk
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     traced = jax.jit(planned, donate_argnums=step.donate).trace(*step.args)
     graph = graph_of(traced.jaxpr)
     if policy is not None:
-        _check_names(policy, {str(op.name) for op, _, _ in walk(graph) if op.name})
+        _check_names(policy, {str(op.name) for op, _ in walk(graph) if op.name})
         if step.grouping.layers > 1:
             run = functools.partial(_rows.evaluate, _jax.inline(traced.jaxpr))
             traced = _again(step, traced, run)

@@ -58,6 +58,7 @@ class Operation:
         trips: How often ``body`` runs; 1 without a body.
         name: The name that a ``name`` equation gives; None for everything else.
         backward: Whether it was made by transposition, so belongs to a backward pass.
+        differentiated: Whether it is part of what the step differentiates, or of its derivative.
         scope: Module scopes it was traced under.
         times: How often it runs; more than one where its loop was unfolded around it.
     """
@@ -70,6 +71,7 @@ class Operation:
     trips: int = 1
     name: str | None = None
     backward: bool = False
+    differentiated: bool = False
     scope: tuple[str, ...] = ()
     times: int = 1
 
@@ -133,9 +135,27 @@ def graph_of(
     for var in (*inner.constvars, *inner.invars):
         env[var] = builder.value(var.aval)
         builder.graph.inputs.append(env[var])
-    builder.run(inner.eqns, env, backward=False, scope=())
+    builder.run(inner.eqns, env, _Place())
     builder.graph.outputs = [builder.read(env, v) for v in inner.outvars]
     return _without_dead_code(builder.graph)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in the program an equation stands: what its name stack, and those around it, say."""
+
+    backward: bool = False
+    differentiated: bool = False
+    scope: tuple[str, ...] = ()
+
+    def below(self, eqn: Eqn) -> _Place:
+        stack = _jax.name_stack(eqn)
+        path = scope_path(stack)  # of an inlined body: sometimes whole, sometimes relative
+        return _Place(
+            self.backward or "transpose(" in stack,
+            self.differentiated or "jvp(" in stack,
+            path if path[: len(self.scope)] == self.scope else (*self.scope, *path),
+        )
 
 
 class _Builder:
@@ -153,49 +173,40 @@ class _Builder:
     def read(env: Mapping[Var, int | None], atom: Atom) -> int | None:
         return env[atom] if _jax.is_var(atom) else None
 
-    def run(
-        self, eqns: Sequence[Eqn], env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
-    ) -> None:
+    def run(self, eqns: Sequence[Eqn], env: dict[Var, Any], around: _Place) -> None:
         for eqn in eqns:
-            stack = _jax.name_stack(eqn)
-            back = backward or "transpose(" in stack
-            path = scope_path(stack)  # of an inlined body: sometimes whole, sometimes relative
-            below = path if path[: len(scope)] == scope else (*scope, *path)
+            place = around.below(eqn)
             if eqn.primitive.name in _WRAPPERS and any(True for _ in _jax.subjaxprs(eqn)):
-                self._inline(eqn, env, backward=back, scope=below)
+                self._inline(eqn, env, place)
             elif self.unfold_loops and eqn.primitive.name == "scan":
                 self.times *= eqn.params["length"]
-                self._inline(eqn, env, backward=back, scope=below)
+                self._inline(eqn, env, place)
                 self.times //= max(1, eqn.params["length"])
             else:
-                self._operation(eqn, env, back, below)
+                self._operation(eqn, env, place)
 
-    def _inline(
-        self, eqn: Eqn, env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
-    ) -> None:
+    def _inline(self, eqn: Eqn, env: dict[Var, Any], place: _Place) -> None:
         inner = _jax.open_jaxpr(_jax.subjaxpr(eqn))
         inputs = [self.read(env, a) for a in eqn.invars]
         if _jax.is_shielded(eqn):
-            inputs = self._barrier(inputs, backward)
+            inputs = self._barrier(inputs, place)
         local: dict[Var, Any] = {v: self.value(v.aval) for v in inner.constvars}
         self.graph.inputs += local.values()
         local |= dict(zip(inner.invars, inputs, strict=True))
-        self.run(inner.eqns, local, backward=backward, scope=scope)
+        self.run(inner.eqns, local, place)
         for outer, atom in zip(eqn.outvars, inner.outvars, strict=True):
             env[outer] = self.read(local, atom)
 
-    def _barrier(self, inputs: Sequence[int | None], backward: bool) -> list[int | None]:
+    def _barrier(self, inputs: Sequence[int | None], place: _Place) -> list[int | None]:
         """What a shielded recompute starts from: written to memory, whatever it is."""
         read = [v for v in inputs if v is not None]
         made = {v: len(self.graph.values) + i for i, v in enumerate(dict.fromkeys(read))}
         self.graph.values += [self.graph.values[v] for v in made]
-        barrier = Operation(BARRIER, tuple(made), tuple(made.values()), {}, backward=backward)
+        barrier = Operation(BARRIER, tuple(made), tuple(made.values()), {}, backward=place.backward)
         self.graph.operations.append(barrier)
         return [None if v is None else made[v] for v in inputs]
 
-    def _operation(
-        self, eqn: Eqn, env: dict[Var, Any], backward: bool, scope: tuple[str, ...]
-    ) -> None:
+    def _operation(self, eqn: Eqn, env: dict[Var, Any], place: _Place) -> None:
         inputs = [self.read(env, a) for a in eqn.invars]
         if eqn.primitive.name in ("scan", BARRIER):  # each stands beside what it becomes
             inputs = [
@@ -216,8 +227,9 @@ class _Builder:
                 body=body,
                 trips=trips,
                 name=_jax.named_value(eqn),
-                backward=backward,
-                scope=scope,
+                backward=place.backward,
+                differentiated=place.differentiated,
+                scope=place.scope,
                 times=self.times,
             )
         )

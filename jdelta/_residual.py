@@ -23,16 +23,19 @@ class Residual:
         region: Name of its region.
         shape: Shape of one instance.
         dtype: Name of its dtype.
-        count: Instances in one step: iterations of the loops around it.
-        bytes: Bytes of all instances on one device, without padding.
+        count: Instances alive at once: iterations of the loops that keep them.
+        bytes: Bytes of those instances on one device, without padding.
         producer: The JAX primitive that makes it.
         consumers: Names of the residuals computed from it, in program order.
         sources: Names of the residuals it is computed from, in program order.
         needed: Whether the backward pass reads it. If not, it can only be worth keeping for what
             is recomputed from it.
         read_narrowly: Whether nothing but matrix products and casts to bfloat16 reads it.
-        seconds: Predicted seconds to compute all instances again, given its sources.
-        loops: Number of loops around it; offload works under one at most.
+        seconds: Predicted seconds to compute all instances of a step again, given its sources.
+        loops: Number of loops that keep its instances; offload works under one at most.
+        repeats: How often all of that happens in a step: iterations of the loops that have the
+            backward pass inside too (micro-batches, several steps in one).
+        nested: Whether there is such a loop.
         boundary: Whether it enters a region, and so stays in memory unless it is offloaded.
         entering: Name that it has there, where it is a residual of the region it comes from too.
     """
@@ -50,6 +53,8 @@ class Residual:
     read_narrowly: bool
     seconds: float
     loops: int
+    repeats: int = 1
+    nested: bool = False
     boundary: bool = False
     entering: str | None = None
 
@@ -165,8 +170,8 @@ class _Analysis:
         seconds: float,
         found: dict[int, Residual],
     ) -> Residual:
-        what = self.graph.values[value]
-        count = op.times * self.region.trips
+        what, nest = self.graph.values[value], self.region.nest
+        count = op.times * nest.kept
         return Residual(
             name=self._plan_name(value),
             region=self.region.name,
@@ -179,8 +184,10 @@ class _Analysis:
             sources=tuple(found[s].name for s in sorted(sources)),
             needed=value in self.needed,
             read_narrowly=value in self.narrow,
-            seconds=seconds * self.region.trips,
-            loops=self.region.loops + (op.times > 1),
+            seconds=seconds * nest.trips,
+            loops=nest.loops + (op.times > 1),
+            repeats=nest.repeats,
+            nested=nest.outer > 0,
         )
 
     def _plan_name(self, value: int) -> str:

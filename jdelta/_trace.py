@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ import jax
 
 from jdelta._automatic import tracing
 from jdelta._errors import TraceError
-from jdelta._graph import Graph, Operation, graph_of
+from jdelta._graph import Graph, graph_of
 from jdelta._naming import RegionName
+from jdelta._nest import Nest, walk
 from jdelta._region import AS_WRITTEN, Grouping, Session
 
 
@@ -25,16 +26,14 @@ class Region:
         traced: Its name while tracing, ``base#call``.
         graph: Its JVP with every value named, loops unfolded, in the names of ``traced``.
         primals: How many of the graph's inputs are no tangents (the first ones).
-        trips: How often it runs in a step: iterations of the loops around it.
-        loops: Number of loops around it.
+        nest: The loops around it.
     """
 
     name: str
     traced: str
     graph: Graph
     primals: int
-    trips: int
-    loops: int
+    nest: Nest
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Trace:
 
     @property
     def loops(self) -> dict[str, int]:
-        """From the name of each region in plans to the number of loops around it."""
-        return {region.name: region.loops for region in self.regions}
+        """From the name of each region in plans to the number of loops that keep its values."""
+        return {region.name: region.nest.loops for region in self.regions}
 
     def plan_name(self, name: RegionName) -> str:
         """The name in plans of a value."""
@@ -84,17 +83,17 @@ def trace(step_fn: Callable[..., Any], *args: Any, grouping: Grouping = AS_WRITT
     session, graph = _staged(step_fn, args, Session(grouping=grouping))
     if not session.called:
         session, graph = _staged(step_fn, args, Session(automatic=True, grouping=grouping))
-    found: dict[str, tuple[int, int]] = {}
-    for op, trips, loops in walk(graph):
+    found: dict[str, Nest] = {}
+    for op, nest in walk(graph):
         if isinstance(op.name, RegionName) and op.name.loops == 0:
             # JAX hoists what does not change out of loops: the deepest values tell.
-            seen, depth = found.get(op.name.region, (0, 0))
-            found[op.name.region] = (max(seen, trips), max(depth, loops))
+            deepest = found.get(op.name.region, nest)
+            found[op.name.region] = max(deepest, nest, key=lambda n: (n.loops, n.trips, n.outer))
     _check(session, found)
     names = _plan_names(list(found))
     regions = tuple(
-        Region(names[traced], traced, *_derivative(session, traced), trips, loops)
-        for traced, (trips, loops) in found.items()
+        Region(names[traced], traced, *_derivative(session, traced), nest)
+        for traced, nest in found.items()
     )
     return Trace(graph, regions, session.automatic, grouping, _fingerprint(graph))
 
@@ -109,14 +108,6 @@ def _staged(
 def _derivative(session: Session, traced: str) -> tuple[Graph, int]:
     closed, primals = session.derivatives[traced]
     return graph_of(closed, unfold_loops=True), primals
-
-
-def walk(graph: Graph, trips: int = 1, loops: int = 0) -> Iterator[tuple[Operation, int, int]]:
-    """All operations in program order, with how often they run and how deep in loops they are."""
-    for op in graph.operations:
-        yield op, trips, loops
-        if op.body is not None:
-            yield from walk(op.body, trips * op.trips, loops + 1)
 
 
 def _check(session: Session, found: dict[str, Any]) -> None:
@@ -151,8 +142,8 @@ def _plan_names(traced: list[str]) -> dict[str, str]:
 
 def _fingerprint(graph: Graph) -> str:
     digest = hashlib.sha256()
-    for op, trips, _ in walk(graph):
-        digest.update(f"{op.primitive} {op.inputs} {op.outputs} {op.name} {trips};".encode())
+    for op, nest in walk(graph):
+        digest.update(f"{op.primitive} {op.inputs} {op.outputs} {op.name} {nest.trips};".encode())
     for value in graph.values:
         digest.update(f"{value.shape}{value.dtype};".encode())
     return digest.hexdigest()[:16]

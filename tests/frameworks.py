@@ -11,6 +11,8 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
+from benchmarks.models import identity
+
 LAYERS = 6
 RATE = 0.1
 
@@ -93,13 +95,13 @@ class NnxBlock(nnx.Module):
 
 
 class NnxStack(nnx.Module):
-    def __init__(self, width, scan, rngs):
-        self.scan = scan
+    def __init__(self, width, scan, rngs, remat=identity):
+        self.scan, block = scan, remat(NnxBlock)
         if scan:
-            make = nnx.vmap(lambda rngs: NnxBlock(width, rngs), in_axes=0, out_axes=0)
+            make = nnx.vmap(lambda rngs: block(width, rngs), in_axes=0, out_axes=0)
             self.blocks = nnx.split_rngs(splits=LAYERS)(make)(rngs)
         else:
-            self.blocks = nnx.List([NnxBlock(width, rngs) for _ in range(LAYERS)])
+            self.blocks = nnx.List([block(width, rngs) for _ in range(LAYERS)])
 
     def __call__(self, x):
         if self.scan:
