@@ -115,7 +115,6 @@ def _residual(entry: _Entry, name: str) -> Residual:
         seconds=0.0,
         loops=entry.nest.loops,
         repeats=entry.nest.repeats,
-        nested=entry.nest.outer > 0,
         boundary=True,
     )
 

@@ -190,6 +190,24 @@ def read(env: Mapping[Var, Any], atoms: Sequence[Atom]) -> list[Any]:
     return [env[a] if is_var(a) else a.val for a in atoms]
 
 
+def vmapped(closed: Jaxpr, size: int, batched: Sequence[bool]) -> Jaxpr:
+    """The program for ``size`` examples at once, those inputs that differ between them marked."""
+    axes = sorted({str(e.name) for e in closed.effects if hasattr(e, "name")})  # of collectives
+    many = jax.vmap(
+        core.jaxpr_as_fun(closed),
+        in_axes=[0 if is_batched else None for is_batched in batched],
+        axis_name=axes[0] if axes else None,
+        axis_size=size,
+    )
+    avals = [v.aval for v in open_jaxpr(closed).invars]
+    return jax.make_jaxpr(many)(
+        *(
+            jax.ShapeDtypeStruct((size, *a.shape) if is_batched else a.shape, a.dtype)
+            for a, is_batched in zip(avals, batched, strict=True)
+        )
+    )
+
+
 def subjaxpr(eqn: Eqn) -> Jaxpr:
     """The single body of a call-like equation."""
     return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
@@ -209,6 +227,21 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # jax 0.12
     return len(consts), len(carry)
+
+
+def scan_again(eqn: Eqn, inputs: Sequence[Any], body: Callable[..., Sequence[Any]]) -> list[Any]:
+    """The results of a ``scan`` with another body, a function of the flat arguments of its own."""
+    n_consts, n_carry = scan_counts(eqn.params)
+    consts, carry = inputs[:n_consts], inputs[n_consts : n_consts + n_carry]
+
+    def step(carry: Any, rows: Any) -> Any:
+        outputs = list(body(*consts, *carry, *rows))
+        return outputs[:n_carry], outputs[n_carry:]
+
+    options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+    rows = list(inputs[n_consts + n_carry :])
+    carry, stacked = jax.lax.scan(step, list(carry), rows, **options)
+    return [*carry, *stacked]
 
 
 def may_inline(eqn: Eqn) -> bool:
@@ -374,6 +407,13 @@ def crosses_to_host(eqn: Eqn) -> bool:
 def crosses_to_device(eqn: Eqn) -> bool:
     """Whether the equation fetches a value from the host."""
     return is_transfer(eqn) and on_host(eqn.invars[0].aval)
+
+
+def transfers(jaxpr: Jaxpr) -> bool:
+    """Whether a program copies values between device and host memory, loops looked into."""
+    return any(
+        is_transfer(eqn) or any(map(transfers, subjaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns
+    )
 
 
 def is_transfer(eqn: Eqn) -> bool:

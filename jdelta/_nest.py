@@ -21,13 +21,11 @@ class Nest:
         kept: How many instances of a value are alive at once: iterations of differentiated loops.
         loops: Number of those loops.
         repeats: How often that happens in a step: iterations of the loops around the gradient.
-        outer: Number of those.
     """
 
     kept: int = 1
     loops: int = 0
     repeats: int = 1
-    outer: int = 0
 
     @property
     def trips(self) -> int:
@@ -37,8 +35,8 @@ class Nest:
     def inside(self, op: Operation) -> Nest:
         """The loops around the operations in the body of a loop."""
         if op.differentiated or self.loops:
-            return Nest(self.kept * op.trips, self.loops + 1, self.repeats, self.outer)
-        return Nest(self.kept, self.loops, self.repeats * op.trips, self.outer + 1)
+            return Nest(self.kept * op.trips, self.loops + 1, self.repeats)
+        return Nest(self.kept, self.loops, self.repeats * op.trips)
 
 
 OUTSIDE = Nest()

@@ -35,7 +35,6 @@ class Residual:
         loops: Number of loops that keep its instances; offload works under one at most.
         repeats: How often all of that happens in a step: iterations of the loops that have the
             backward pass inside too (micro-batches, several steps in one).
-        nested: Whether there is such a loop.
         boundary: Whether it enters a region, and so stays in memory unless it is offloaded.
         entering: Name that it has there, where it is a residual of the region it comes from too.
     """
@@ -54,7 +53,6 @@ class Residual:
     seconds: float
     loops: int
     repeats: int = 1
-    nested: bool = False
     boundary: bool = False
     entering: str | None = None
 
@@ -187,7 +185,6 @@ class _Analysis:
             seconds=seconds * nest.trips,
             loops=nest.loops + (op.times > 1),
             repeats=nest.repeats,
-            nested=nest.outer > 0,
         )
 
     def _plan_name(self, value: int) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from jdelta import _jax
 from jdelta._automatic import tracing
 from jdelta._errors import TraceError
 from jdelta._graph import Graph, graph_of
@@ -88,11 +90,12 @@ def trace(step_fn: Callable[..., Any], *args: Any, grouping: Grouping = AS_WRITT
         if isinstance(op.name, RegionName) and op.name.loops == 0:
             # JAX hoists what does not change out of loops: the deepest values tell.
             deepest = found.get(op.name.region, nest)
-            found[op.name.region] = max(deepest, nest, key=lambda n: (n.loops, n.trips, n.outer))
+            found[op.name.region] = max(deepest, nest, key=lambda n: (n.loops, n.trips))
     _check(session, found)
     names = _plan_names(list(found))
+    entering = dict(_entering(graph))
     regions = tuple(
-        Region(names[traced], traced, *_derivative(session, traced), nest)
+        Region(names[traced], traced, *_derivative(session, traced, entering), nest)
         for traced, nest in found.items()
     )
     return Trace(graph, regions, session.automatic, grouping, _fingerprint(graph))
@@ -105,8 +108,30 @@ def _staged(
         return session, graph_of(jax.make_jaxpr(step_fn)(*args))
 
 
-def _derivative(session: Session, traced: str) -> tuple[Graph, int]:
+def _entering(graph: Graph) -> Iterator[tuple[str, int]]:
+    """Names of the inputs of regions, and how many elements each has in the step."""
+    for op in graph.operations:
+        if isinstance(op.name, RegionName) and op.name.is_input and not op.backward:
+            yield op.name, math.prod(graph.values[op.outputs[0]].shape)
+        if op.body is not None:
+            yield from _entering(op.body)
+
+
+def _derivative(session: Session, traced: str, entering: Mapping[str, int]) -> tuple[Graph, int]:
+    """The JVP of a region, and how many of its inputs are no tangents.
+
+    Under ``jax.vmap`` a region is staged for one example; in the step its inputs are larger.
+    """
     closed, primals = session.derivatives[traced]
+    inner = _jax.open_jaxpr(closed)
+    names = {eqn.invars[0]: _jax.named_value(eqn) for eqn in inner.eqns[: len(inner.invars)]}
+    times = [
+        entering.get(str(names.get(v)), 0) // max(1, math.prod(v.aval.shape))
+        for v in inner.invars[:primals]
+    ]
+    if max(times, default=1) > 1:
+        moving = [True] * (len(inner.invars) - primals)
+        closed = _jax.vmapped(closed, max(times), [n > 1 for n in times] + moving)
     return graph_of(closed, unfold_loops=True), primals
 
 
