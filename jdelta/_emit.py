@@ -19,7 +19,7 @@ from jdelta._nest import walk
 from jdelta._peak import Timeline, timeline
 from jdelta._policy import Policy
 from jdelta._region import AS_WRITTEN, Grouping, Session
-from jdelta._target import Target
+from jdelta._target import Target, is_on_host
 from jdelta._timing import TIMED, timed
 
 
@@ -109,13 +109,14 @@ def _fixed_bytes(graph: Graph, step: Step) -> int:
     outputs = sum(graph.values[v].bytes for v in graph.outputs if v is not None)
     leaves: list[Any] = jax.tree.leaves([step.args[i] for i in step.donate])
     donated = sum(
-        x.size * x.dtype.itemsize for x in leaves if hasattr(x, "dtype") and not _is_key(x)
+        x.size * x.dtype.itemsize for x in leaves if hasattr(x, "dtype") and not _elsewhere(x)
     )
     return inputs + outputs - min(outputs, donated)
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+def _elsewhere(leaf: Any) -> bool:
+    """Whether a leaf takes no device memory that counts: keys, and arrays on the host."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or is_on_host(leaf)
 
 
 def _again(

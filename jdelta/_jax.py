@@ -409,10 +409,10 @@ def crosses_to_device(eqn: Eqn) -> bool:
     return is_transfer(eqn) and on_host(eqn.invars[0].aval)
 
 
-def transfers(jaxpr: Jaxpr) -> bool:
+def has_transfers(jaxpr: Jaxpr) -> bool:
     """Whether a program copies values between device and host memory, loops looked into."""
     return any(
-        is_transfer(eqn) or any(map(transfers, subjaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns
+        is_transfer(eqn) or any(map(has_transfers, subjaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns
     )
 
 

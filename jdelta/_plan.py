@@ -28,7 +28,7 @@ from jdelta._residual import Residual
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
 from jdelta._table import format_table, rows, summary
-from jdelta._target import Target, resolve
+from jdelta._target import Target, is_on_host, resolve
 from jdelta._trace import Trace, trace
 
 MARGIN = 0.05
@@ -54,7 +54,8 @@ class Plan:
         predicted_peak: Peak predicted before this plan was compiled, bytes per device.
         compiled_peak: Peak of the compiled program (arguments, results and temporaries, less
             aliasing), bytes per device, as the target's compiler gives it.
-        host_bytes: Bytes of temporaries in pinned host memory in the compiled program.
+        host_bytes: Bytes in pinned host memory in the compiled program: what is offloaded, and
+            arguments and results that live there.
         overlap: What the compiled schedule hides of the transfers, by the target's rates.
         floor: Least peak that recomputing everything reaches, bytes; that of the plain step where
             the plain step fits.
@@ -235,8 +236,9 @@ def plan(
             ``"cuda:b200"``.
         donate_argnums: As in ``jax.jit``; donated arguments count once in the peak.
         solver: ``"knapsack"`` (DELTA's heuristic), ``"milp"`` (exact, HiGHS), or a solver object.
-        host_budget: Bound on pinned host bytes, 0 for no offload; default: the host memory of the
-            target, as far as it is known.
+        host_budget: Bound on the bytes that the plan offloads to pinned host memory, 0 for no
+            offload; default: the host memory of the target, as far as it is known, less arguments
+            that live there.
         pin: Decisions taken by hand: from a pattern of residual names (``"h/mlp/*"``) to
             ``"save"``, ``"offload"`` or ``"recompute"``. One layer of a scan is then decided like
             the others.
@@ -407,7 +409,7 @@ def _plan(
             f"that {where.name} has. Leave it out to use what there is."
         )
     placed = where.abstract(args)
-    host_room = _host_capacity(host_budget, where)
+    host_room = _host_capacity(host_budget, where, placed)
 
     def search_of(found: Trace, before: Search | None = None) -> Search:
         items = items_of(with_boundaries(found, where), where, host_room, pin)
@@ -422,7 +424,7 @@ def _plan(
     found = trace(step_fn, *placed)
     search = search_of(found)
     most = search.bound(bound)
-    trips = {r.name: r.trips for r in found.regions if r.loops} if per_layer and not pin else {}
+    trips = {r.name: r.nest.kept for r in found.regions if r.nest.loops} if per_layer and not pin else {}
     if trips and not search.plain_fits(most):
         grouping = search.best_grouping(most, trips)
         if grouping != AS_WRITTEN:
@@ -451,7 +453,7 @@ def _plan(
         budget=result.budget,
         predicted_peak=best.predicted,
         compiled_peak=best.peak,
-        host_bytes=measurement.host,
+        host_bytes=measurement.all_host,
         overlap=measurement.overlap,
         floor=result.floor,
         ceiling=result.ceiling,
@@ -483,9 +485,10 @@ def _result(found: Found) -> str:
     return (found.best.outcome or Outcome.HEURISTIC).value
 
 
-def _host_capacity(host_budget: int | str | None, target: Target) -> float:
+def _host_capacity(host_budget: int | str | None, target: Target, args: tuple[Any, ...]) -> float:
     if host_budget is None:
-        return float(target.host_memory or math.inf)
+        taken = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args) if is_on_host(x))
+        return max(0.0, (target.host_memory or math.inf) - taken)
     return float(parse_host_budget(host_budget))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jdelta._cost import operation_seconds
 from jdelta._fusion import Compiler, read_narrowly, storage
-from jdelta._graph import Graph, Operation
+from jdelta._graph import TRANSFER, Graph, Operation
 from jdelta._naming import RegionName
 from jdelta._primitives import CHEAP, FREE, VIEWS
 from jdelta._target import Target
@@ -134,6 +134,8 @@ class _Analysis:
 
     def _seconds(self, op: Operation, roots: Sequence[frozenset[int]]) -> float:
         target = self.target
+        if op.primitive == TRANSFER:  # a weight that is kept on the host is fetched again
+            return sum(self.graph.values[v].bytes for v in op.outputs) / target.rates.host_to_device
         return operation_seconds(self.graph, op, roots, target.rates, target.platform)
 
     def _upstream(

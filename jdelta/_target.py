@@ -117,6 +117,11 @@ class Target:
         return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
+def is_on_host(leaf: Any) -> bool:
+    """Whether an argument lives in pinned host memory."""
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == _HOST
+
+
 def resolve(target: str | None = None, args: object = ()) -> Target:
     """The target that a name or the arguments of a step stand for.
 

@@ -340,7 +340,7 @@ class _Evaluation:
                 instead[index] = functools.partial(self._forward_loop, eqn)
             elif eqn.primitive.name == "scan" and any(map(_is_host, eqn.invars)):
                 instead[index] = functools.partial(self._backward_loop, eqn)
-            elif eqn.primitive.name == "scan" and _jax.transfers(eqn.params["jaxpr"]):
+            elif eqn.primitive.name == "scan" and _jax.has_transfers(eqn.params["jaxpr"]):
                 instead[index] = functools.partial(self._outer_loop, eqn)
         late = [index for _, copies in timing.starts.values() for index in copies]
         instead.update((index, lambda _: [None]) for index in late)

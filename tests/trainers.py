@@ -273,6 +273,26 @@ def host_state(rows, width, remat):
     return step, (on_host((ws, tx.init(ws))), rows_of(rows, width))
 
 
+def streamed_weights(rows, width, remat):
+    """Weights live on the host, and each layer fetches its own in the loop."""
+    to_device = functools.partial(jax.device_put, device=jax.memory.Space.Device)
+
+    def fetching(x, w):
+        return layer(x, to_device(w))
+
+    unit = remat(fetching)
+
+    def step(ws, x):
+        def loss(ws):
+            return mean_square(jax.lax.scan(lambda x, w: (unit(x, w), None), x, ws)[0])
+
+        value, grads = jax.value_and_grad(loss)(ws)
+        new = descend(to_device(ws), to_device(grads))
+        return jax.device_put(new, jax.memory.Space.Host), value
+
+    return step, (on_host(weights(width)), rows_of(rows, width))
+
+
 def on_host(tree):
     """The arrays in pinned host memory."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -291,5 +311,6 @@ TRAINERS = {
     "many steps": many_steps,
     "nnx transforms": nnx_transforms,
     "host state": host_state,
+    "streamed weights": streamed_weights,
 }
 """From a habit to what makes its step and `(state, batch)`, given rows, width and the mark."""
