@@ -412,7 +412,8 @@ def crosses_to_device(eqn: Eqn) -> bool:
 def has_transfers(jaxpr: Jaxpr) -> bool:
     """Whether a program copies values between device and host memory, loops looked into."""
     return any(
-        is_transfer(eqn) or any(map(has_transfers, subjaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns
+        is_transfer(eqn) or any(map(has_transfers, subjaxprs(eqn)))
+        for eqn in open_jaxpr(jaxpr).eqns
     )
 
 

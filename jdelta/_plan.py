@@ -14,13 +14,15 @@ import jax
 from jdelta import _file
 from jdelta._boundary import with_boundaries
 from jdelta._budget import format_bytes, parse_budget, parse_host_budget
+from jdelta._call import Call, Static, call_of, described
 from jdelta._cost import program_seconds
 from jdelta._decision import Decision
-from jdelta._emit import Step, emit
+from jdelta._emit import Step
 from jdelta._errors import BudgetError, PlanMismatchError, TargetError
 from jdelta._items import items_of
-from jdelta._measure import Measurement, measure
+from jdelta._measure import Measurement
 from jdelta._overlap import Overlap
+from jdelta._planned import PlannedStep, compiled
 from jdelta._planner import Found, Search
 from jdelta._policy import Policy
 from jdelta._region import AS_WRITTEN, Grouping
@@ -69,6 +71,8 @@ class Plan:
         compiles: Programs compiled to find the plan (those known from the disk cache included).
         target: Name of the target.
         donate_argnums: Arguments whose buffers the results may take, as compiled.
+        static: Arguments that are constants of the program, by number or name.
+        arguments: Path, dtype and shape of each array among the others.
         fingerprint: Digest of the plain program the plan was made for.
         aliases: From regions' names while tracing to their names here.
         grouping: How the planned loops over layers are run. With several layers in an iteration
@@ -92,11 +96,13 @@ class Plan:
     compiles: int
     target: str
     donate_argnums: tuple[int, ...]
+    static: Static = field(repr=False)
+    arguments: tuple[str, ...] = field(repr=False)
     fingerprint: str
     aliases: tuple[tuple[str, str], ...] = field(repr=False)
     grouping: Grouping
     _step: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
-    _args: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+    _call: Call | None = field(default=None, repr=False, compare=False)
     _compiled: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -131,19 +137,19 @@ class Plan:
         """
         if self._compiled is not None:
             return self._compiled
-        if self._step is None:
+        if self._call is None:
             raise PlanMismatchError(
                 "A plan loaded from a file has no compiled step. Give the step to "
                 "plan.jit(step_fn) and call the result."
             )
-        return _compile(self, self._step, self._args, self.donate_argnums)
+        return compiled(self, self._call, self.donate_argnums)
 
     def jit(
         self,
         step_fn: Callable[..., Any] | None = None,
         *,
         donate_argnums: int | Sequence[int] | None = None,
-    ) -> Callable[..., Any]:
+    ) -> PlannedStep:
         """The step under this plan, like ``jax.jit(step_fn)``.
 
         Args:
@@ -170,9 +176,11 @@ class Plan:
                 f"The plan was made ahead of time for {self.target}, which cannot run here. Save "
                 "it with plan.save(path), or plan without target= on the machine that trains."
             )
-        donate = self.donate_argnums if donate_argnums is None else _numbers(donate_argnums)
-        ready = fun is self._step and donate == self.donate_argnums
-        return _PlannedStep(self, fun, donate, self._compiled if ready else None)
+        donate = self.donate_argnums if donate_argnums is None else _several(donate_argnums)
+        planned = self._call if fun is self._step else None
+        ready = self._compiled if planned and donate == self.donate_argnums else None
+        static = planned.static if planned else None
+        return PlannedStep(self, fun, donate, static, ready)
 
     def save(self, path: str) -> None:
         """Write the plan to ``path`` as JSON, to be read by ``jdelta.load``."""
@@ -190,6 +198,8 @@ def plan(
     *,
     target: str | None = None,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
     pin: Mapping[str, Decision | str] = _NO_PINS,
@@ -204,6 +214,8 @@ def plan(
     *args: Any,
     target: str | None = None,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
     pin: Mapping[str, Decision | str] = _NO_PINS,
@@ -215,6 +227,8 @@ def plan(
     *args: Any,
     target: str | None = None,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
     pin: Mapping[str, Decision | str] = _NO_PINS,
@@ -229,12 +243,14 @@ def plan(
         budget: Bound on the peak per device of the whole compiled step: bytes (``int``), a size
             (``"14GiB"``, ``"14GB"``), or a share of the plain step's compiled peak (``0.5``,
             ``"50%"``). Default: the target's memory less 5 %.
-        *args: Arguments of the step: arrays or ``jax.ShapeDtypeStruct``. Without any, planning is
-            put off until the result's ``jit`` is called.
+        *args: Arguments of the step: arrays or ``jax.ShapeDtypeStruct``, and NNX objects as in
+            ``nnx.jit``. Without any, planning is put off until the result's ``jit`` is called.
         target: Default: the devices the arguments live on. Ahead of time: ``"tpu:v5e:2x2"``,
             ``"tpu:v5p:2x2x1"``, ``"tpu:v6e:4x4"``, ``"cuda:h100"``, ``"cuda:a100"``,
             ``"cuda:b200"``.
         donate_argnums: As in ``jax.jit``; donated arguments count once in the peak.
+        static_argnums: As in ``jax.jit``.
+        static_argnames: As in ``jax.jit``.
         solver: ``"knapsack"`` (DELTA's heuristic), ``"milp"`` (exact, HiGHS), or a solver object.
         host_budget: Bound on the bytes that the plan offloads to pinned host memory, 0 for no
             offload; default: the host memory of the target, as far as it is known, less arguments
@@ -259,7 +275,8 @@ def plan(
     """
     options: dict[str, Any] = {
         "target": target,
-        "donate_argnums": _numbers(donate_argnums),
+        "donate_argnums": _several(donate_argnums),
+        "static": (*_several(static_argnums), *_several(static_argnames)),
         "solver": _solver(solver),
         "host_budget": host_budget,
         "pin": pin,
@@ -269,7 +286,8 @@ def plan(
         parse_budget(budget)
     if not args:
         return DeferredPlan(step_fn, budget, options)
-    return _plan(step_fn, budget, args, **options)
+    call = call_of(step_fn, options["static"], args, {})
+    return _plan(step_fn, budget, call, **options)
 
 
 def jit(
@@ -316,7 +334,7 @@ class DeferredPlan:
 
     def jit(self, *, donate_argnums: int | Sequence[int] | None = None) -> Callable[..., Any]:
         """The step, planned at the first call with each new set of shapes."""
-        donate = {} if donate_argnums is None else {"donate_argnums": _numbers(donate_argnums)}
+        donate = {} if donate_argnums is None else {"donate_argnums": _several(donate_argnums)}
         return _Deferred(self.step_fn, self.budget, {**self.options, **donate})
 
     def __call__(self, *_: Any, **__: Any) -> Any:
@@ -332,99 +350,63 @@ class _Deferred:
     """Plans a step once for each set of shapes it is called with."""
 
     def __init__(self, step_fn: Callable[..., Any], budget: Any, options: Mapping[str, Any]):
-        self._plan_of = lambda args: _plan(step_fn, budget, args, **options)
-        self._steps: dict[Any, Any] = {}
+        self._call_of = functools.partial(call_of, step_fn, options["static"])
+        self._plan_of = lambda call: _plan(step_fn, budget, call, **options)
+        self._steps: dict[Any, PlannedStep] = {}
         self.plans: list[Plan] = []
 
-    def __call__(self, *args: Any) -> Any:
-        key = _signature(args)
-        if key not in self._steps:
-            plan = self._plan_of(args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call_of(args, kwargs)
+        if call.key not in self._steps:
+            plan = self._plan_of(call)
             self.plans.append(plan)
-            self._steps[key] = plan.jit()
-        return self._steps[key](*args)
-
-
-class _PlannedStep:
-    """A step under a plan, for arguments of the planned shapes."""
-
-    def __init__(self, plan: Plan, fun: Callable[..., Any], donate: tuple[int, ...], ready: Any):
-        self.plan = plan
-        self._fun = fun
-        self._donate = donate
-        self._compiled = ready
-
-    def __call__(self, *args: Any) -> Any:
-        if self._compiled is None:
-            self._compiled = _compile(self.plan, self._fun, args, self._donate)
-        try:
-            return self._compiled(*args)
-        except (TypeError, ValueError) as error:
-            raise PlanMismatchError(
-                "The step was planned for arguments of other shapes or dtypes than it was called "
-                f"with. Plan again for these, or use jdelta.jit, which does. JAX says: {error}"
-            ) from error
-
-
-def _compile(
-    plan: Plan, fun: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...]
-) -> jax.stages.Compiled:
-    """Compile a step under a plan and check it against the budget."""
-    target = resolve(plan.target, args)
-    found = trace(fun, *args, grouping=plan.grouping)
-    if found.fingerprint != plan.fingerprint:
-        raise PlanMismatchError(
-            f"The plan was made for program {plan.fingerprint}, this is {found.fingerprint}: other "
-            "code, shapes, dtypes, or versions of JAX and Flax. Plan this program."
-        )
-    step = Step(fun, args, donate, target, dict(plan.aliases), found.automatic, plan.grouping)
-    emission = emit(step, plan.policy)
-    compiled, measurement = measure(emission.lower(), target, emission.options, executable=True)
-    if compiled is None or measurement.peak > plan.budget:
-        raise BudgetError(
-            f"Compiled with donate_argnums={donate} the step needs "
-            f"{format_bytes(measurement.peak)}, over the budget of {format_bytes(plan.budget)}; "
-            f"it was planned with donate_argnums={plan.donate_argnums}."
-        )
-    return compiled
+            self._steps[call.key] = plan.jit()
+        return self._steps[call.key].run(call)
 
 
 def _plan(
     step_fn: Callable[..., Any],
     budget: int | float | str | None,
-    args: tuple[Any, ...],
+    call: Call,
     *,
     target: str | None,
     donate_argnums: tuple[int, ...],
+    static: Static,
     solver: Solver,
     host_budget: int | str | None,
     pin: Mapping[str, Decision | str],
     per_layer: bool,
 ) -> Plan:
-    where = resolve(target, args)
+    where = resolve(target, call.args)
     bound = parse_budget(int(where.memory * (1 - MARGIN)) if budget is None else budget)
     if bound.bytes and bound.bytes > where.memory:
         raise BudgetError(
             f"The budget of {format_bytes(bound.bytes)} is above the {format_bytes(where.memory)} "
             f"that {where.name} has. Leave it out to use what there is."
         )
-    placed = where.abstract(args)
+    call = call.abstract(where)
+    placed = call.args
+    donate = call.donated(donate_argnums)
     host_room = _host_capacity(host_budget, where, placed)
 
     def search_of(found: Trace, before: Search | None = None) -> Search:
         items = items_of(with_boundaries(found, where), where, host_room, pin)
         aliases, automatic = found.aliases, found.automatic
-        step = Step(step_fn, placed, donate_argnums, where, aliases, automatic, found.grouping)
+        step = Step(call.fun, placed, donate, where, aliases, automatic, found.grouping)
         return Search(step, items, found.loops, solver, found.fingerprint, before)
 
     def grouped(grouping: Grouping) -> tuple[Trace, Search]:
-        found = trace(step_fn, *placed, grouping=grouping)
+        found = trace(call.fun, *placed, grouping=grouping)
         return found, search_of(found, search)
 
-    found = trace(step_fn, *placed)
+    found = trace(call.fun, *placed)
     search = search_of(found)
     most = search.bound(bound)
-    trips = {r.name: r.nest.kept for r in found.regions if r.nest.loops} if per_layer and not pin else {}
+    trips = (
+        {r.name: r.nest.kept for r in found.regions if r.nest.loops}
+        if per_layer and not pin
+        else {}
+    )
     if trips and not search.plain_fits(most):
         grouping = search.best_grouping(most, trips)
         if grouping != AS_WRITTEN:
@@ -464,11 +446,13 @@ def _plan(
         compiles=result.compiles,
         target=where.name,
         donate_argnums=donate_argnums,
+        static=static,
+        arguments=described(placed),
         fingerprint=found.fingerprint,
         aliases=tuple(found.aliases.items()),
         grouping=found.grouping,
         _step=step_fn,
-        _args=placed,
+        _call=call,
         _compiled=best.compiled,
     )
 
@@ -492,8 +476,9 @@ def _host_capacity(host_budget: int | str | None, target: Target, args: tuple[An
     return float(parse_host_budget(host_budget))
 
 
-def _numbers(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+def _several(given: Any) -> tuple[Any, ...]:
+    """Numbers or names of arguments, where one alone may be given."""
+    return (given,) if isinstance(given, (int, str)) else tuple(given)
 
 
 def _solver(solver: str | Solver) -> Solver:
@@ -502,11 +487,3 @@ def _solver(solver: str | Solver) -> Solver:
     if solver not in _SOLVERS:
         raise ValueError(f"solver must be one of {sorted(_SOLVERS)} or a Solver; got {solver!r}")
     return _SOLVERS[solver]
-
-
-def _signature(args: tuple[Any, ...]) -> Any:
-    leaves, tree = jax.tree.flatten(args)
-    return tree, tuple(
-        (x.shape, x.dtype, getattr(x, "sharding", None)) if hasattr(x, "shape") else type(x)
-        for x in leaves
-    )

@@ -124,7 +124,8 @@ def _derivative(session: Session, traced: str, entering: Mapping[str, int]) -> t
     """
     closed, primals = session.derivatives[traced]
     inner = _jax.open_jaxpr(closed)
-    names = {eqn.invars[0]: _jax.named_value(eqn) for eqn in inner.eqns[: len(inner.invars)]}
+    first = [eqn for eqn in inner.eqns[: len(inner.invars)] if _jax.named_value(eqn)]
+    names = {eqn.invars[0]: _jax.named_value(eqn) for eqn in first}
     times = [
         entering.get(str(names.get(v)), 0) // max(1, math.prod(v.aval.shape))
         for v in inner.invars[:primals]
