@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
 from jdelta._target import Target
 
@@ -113,12 +112,25 @@ def _constants(step: Callable[..., Any], static: Static) -> set[int | str]:
 
 def _kind(leaf: Any) -> Any:
     """What of a leaf a program depends on."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        leaf = jax.typeof(leaf)  # as the array that a counter of Python's becomes after one step
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return type(leaf)
-    place = getattr(leaf, "sharding", None)
-    if place == SingleDeviceSharding(jax.local_devices()[0]):
-        place = None  # where arrays without a place of their own go too
-    return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), place
+    return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), _place(leaf)
+
+
+def _place(leaf: Any) -> Any:
+    """Where an array lives: on one device it is all the same how that is said."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or sharding is None:
+        return None
+    if len(sharding.device_set) > 1:
+        return sharding
+    (device,) = sharding.device_set
+    kind = sharding.memory_kind or device.default_memory().kind
+    here = jax.local_devices()[0]
+    # Arrays without a place of their own go to the first device.
+    return None if (device, kind) == (here, here.default_memory().kind) else (device, kind)
 
 
 def described(args: Any) -> tuple[str, ...]:
@@ -130,10 +142,11 @@ def described(args: Any) -> tuple[str, ...]:
 
 
 def _described(leaf: Any) -> str:
+    if isinstance(leaf, (bool, int, float, complex)):
+        leaf = jax.typeof(leaf)
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return type(leaf).__name__
-    weak = " (weakly typed)" if getattr(leaf, "weak_type", False) else ""
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]{weak}"
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def difference(planned: Sequence[str], given: Sequence[str]) -> str | None:

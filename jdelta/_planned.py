@@ -73,6 +73,7 @@ def _check_arguments(plan: Plan, call: Call) -> None:
 def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Compiled:
     """Compile a step under a plan and check it against the budget."""
     target = resolve(plan.target, call.args)
+    call = call.abstract(target)  # as planned
     found = trace(call.fun, *call.args, grouping=plan.grouping)
     if found.fingerprint != plan.fingerprint:
         raise PlanMismatchError(_other_program(plan, found))

@@ -38,8 +38,8 @@ def remat(
 ) -> Any:
     """Mark a unit of recompute: a Flax module class (Linen or NNX) or any function.
 
-    A function of Haiku's may make parameters and draw keys inside. Equinox modules are pytrees: mark
-    the method that computes, or a function that is given the module.
+    A function of Haiku's may make parameters and draw keys inside. Equinox modules are pytrees:
+    mark the method that computes, or a function that is given the module.
 
     Results, gradients, parameter names and random bits are those of the unmarked unit. Under a
     plan (``Plan.jit``, ``jdelta.jit`` or ``policy=``) each value inside is saved, offloaded or
@@ -77,13 +77,19 @@ def remat(
     return _function(unit, policy, name, prevent_cse)
 
 
+def _name_of(fun: Callable[..., Any]) -> str:
+    """The function's own name; that of its class for what is called ``__call__``."""
+    name = getattr(fun, "__name__", type(fun).__name__).strip("<>")
+    return fun.__qualname__.split(".")[-2] if name == "__call__" else name
+
+
 def _function(
     fun: Callable[..., Any],
     policy: RegionPolicy | None,
     name: str | None,
     prevent_cse: bool | None,
 ) -> Callable[..., Any]:
-    base = name or getattr(fun, "__name__", type(fun).__name__).strip("<>")
+    base = name or _name_of(fun)
     marked = region(fun, base, policy, prevent_cse)
 
     @functools.wraps(fun)

@@ -152,7 +152,7 @@ def without_objects(call: Call) -> Call:
 
 def _parts(state: Any, count: int) -> list[Any]:
     """The state of each of several objects; what two of them share belongs to the first."""
-    return [state[i] if i in state else None for i in range(count)]
+    return [state.get(i) for i in range(count)]
 
 
 def _whole(parts: Sequence[Any]) -> Any:
