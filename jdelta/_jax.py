@@ -229,21 +229,6 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def scan_again(eqn: Eqn, inputs: Sequence[Any], body: Callable[..., Sequence[Any]]) -> list[Any]:
-    """The results of a ``scan`` with another body, a function of the flat arguments of its own."""
-    n_consts, n_carry = scan_counts(eqn.params)
-    consts, carry = inputs[:n_consts], inputs[n_consts : n_consts + n_carry]
-
-    def step(carry: Any, rows: Any) -> Any:
-        outputs = list(body(*consts, *carry, *rows))
-        return outputs[:n_carry], outputs[n_carry:]
-
-    options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
-    rows = list(inputs[n_consts + n_carry :])
-    carry, stacked = jax.lax.scan(step, list(carry), rows, **options)
-    return [*carry, *stacked]
-
-
 def may_inline(eqn: Eqn) -> bool:
     """Whether the equation is a call that can be replaced by its body."""
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))

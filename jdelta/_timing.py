@@ -38,6 +38,7 @@ from jdelta._chips import Rates
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop
 from jdelta._primitives import MATMULS
+from jdelta._scan import Scan
 from jdelta._stacks import Stacks
 
 TIMED = frozenset({"cuda", "tpu"})
@@ -374,8 +375,15 @@ class _Evaluation:
     def _outer_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
         """A loop with forward and backward pass in it: each iteration is timed by itself."""
         clock, least = self.timing.clock, self.timing.least
-        body = timed(eqn.params["jaxpr"], clock.rates, clock.platform, least=least)
-        return _jax.scan_again(eqn, _jax.read(env, eqn.invars), body)
+        loop = Scan.of(eqn, _jax.read(env, eqn.invars))
+        body = timed(loop.body, clock.rates, clock.platform, least=least)
+
+        def step(carry: Any, rows: Any) -> Any:
+            outputs = body(*loop.consts, *carry, *rows)
+            return outputs[: loop.n_carry], outputs[loop.n_carry :]
+
+        carry, stacked = loop.scan(step, loop.carry, loop.xs)
+        return [*carry, *stacked]
 
     def _unit(self, eqn: Eqn, number: int, env: _jax.Env) -> list[Any]:
         """A backward unit: fetches for later ones begin with it, its results end together."""

@@ -82,5 +82,8 @@ def line(framework, scan, marks, count, equal, fits):
 
 
 if __name__ == "__main__":
-    lines = [line(*row, *small(*row), large(*row)) for row in ROWS]
+    lines: list[str] = []
+    for row in ROWS:
+        lines.append(line(*row, *small(*row), large(*row)))
+        print(lines[-1], flush=True)
     PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
