@@ -67,7 +67,7 @@ class Program:
 
     def names(self) -> set[str]:
         """Names that `checkpoint_name` gave to its values."""
-        return {str(op.name) for op, _, _ in walk(self.graph) if op.name}
+        return {str(op.name) for op, _ in walk(self.graph) if op.name}
 
     def figures(self) -> Row:
         """Everything known of it, as a part of a row."""

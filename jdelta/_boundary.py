@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from jdelta import _jax
 from jdelta._graph import Graph, Operation, Value
 from jdelta._naming import RegionName
+from jdelta._nest import OUTSIDE, Nest
 from jdelta._primitives import CHEAP, FREE, VIEWS
 from jdelta._residual import Residual, residuals
 from jdelta._target import Target
@@ -28,7 +29,7 @@ def with_boundaries(trace: Trace, target: Target) -> tuple[Residual, ...]:
 
     A boundary that is a residual of the region it comes out of is one item: that residual.
     """
-    entries = list(_entries(trace.graph, set(), 1, 0))
+    entries = list(_entries(trace.graph, set(), OUTSIDE))
     shared = Counter(entry.buffer for entry in entries)
     alone = [entry for entry in entries if shared[entry.buffer] == 1]
     found = {r.name: r for region in trace.regions for r in residuals(region, target)}
@@ -53,19 +54,17 @@ class _Entry:
         buffer: What tells the buffer from others.
         value: The value.
         maker: Name of the same buffer in the region that makes it, if one does.
-        trips: How often it comes to be in a step.
-        loops: Number of loops around it.
+        nest: The loops around it.
     """
 
     name: RegionName
     buffer: tuple[int, int]
     value: Value
     maker: RegionName | None
-    trips: int
-    loops: int
+    nest: Nest
 
 
-def _entries(graph: Graph, carried: set[int], trips: int, loops: int) -> Iterator[_Entry]:
+def _entries(graph: Graph, carried: set[int], nest: Nest) -> Iterator[_Entry]:
     base = list(range(len(graph.values)))
     makers: dict[int, RegionName] = {}
     makes = {v: op for op in graph.operations for v in op.outputs}
@@ -78,9 +77,11 @@ def _entries(graph: Graph, carried: set[int], trips: int, loops: int) -> Iterato
                 makers.setdefault(buffer, op.name)
             elif buffer in carried or _is_computed(makes.get(buffer), graph):
                 value = graph.values[op.outputs[0]]
-                yield _Entry(op.name, (id(graph), buffer), value, makers.get(buffer), trips, loops)
+                yield _Entry(op.name, (id(graph), buffer), value, makers.get(buffer), nest)
         if op.body is not None and op.primitive != "cond":
-            yield from _entries(op.body, _carried(op), trips * op.trips, loops + 1)
+            inside = nest.inside(op)
+            # A loop around the gradient carries weights.
+            yield from _entries(op.body, _carried(op) if inside.loops else set(), inside)
 
 
 def _is_computed(op: Operation | None, graph: Graph) -> bool:
@@ -104,15 +105,16 @@ def _residual(entry: _Entry, name: str) -> Residual:
         region=name.removesuffix("/" + name.rsplit("/", 1)[1]),
         shape=entry.value.shape,
         dtype=entry.value.dtype,
-        count=entry.trips,
-        bytes=entry.value.bytes * entry.trips,
+        count=entry.nest.kept,
+        bytes=entry.value.bytes * entry.nest.kept,
         producer=INPUT_OF_REGION,
         consumers=(),
         sources=(),
         needed=True,
         read_narrowly=False,
         seconds=0.0,
-        loops=entry.loops,
+        loops=entry.nest.loops,
+        repeats=entry.nest.repeats,
         spec=entry.value.spec,
         boundary=True,
     )

@@ -17,13 +17,13 @@ from jdelta._errors import OffloadError, PlanMismatchError
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
 from jdelta._jax import Jaxpr
+from jdelta._nest import walk
 from jdelta._peak import Timeline, timeline
 from jdelta._policy import Policy
 from jdelta._region import AS_WRITTEN, Grouping, Session
 from jdelta._shardy import Shardings, shardings_of
-from jdelta._target import Target
+from jdelta._target import Target, is_on_host
 from jdelta._timing import TIMED, timed
-from jdelta._trace import walk
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     traced = _traced(jax.jit(planned, donate_argnums=step.donate), step, policy)
     graph = _graph(step, traced)
     if policy is not None:
-        _check_names(policy, {str(op.name) for op, _, _ in walk(graph) if op.name})
+        _check_names(policy, {str(op.name) for op, _ in walk(graph) if op.name})
         if step.grouping.layers > 1:
             run = functools.partial(_rows.evaluate, _jax.inline(traced.jaxpr))
             traced = _again(step, traced, run)
@@ -137,8 +137,10 @@ def _fixed_bytes(graph: Graph, step: Step) -> int:
 
 
 def _local_bytes(leaf: Any) -> int:
-    """Bytes of an argument on one device; none for keys and what is no array."""
+    """Bytes of an argument on one device; none for keys, what is no array, and on the host."""
     if not hasattr(leaf, "dtype") or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return 0
+    if is_on_host(leaf):
         return 0
     sharding = getattr(leaf, "sharding", None)
     shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape

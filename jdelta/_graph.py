@@ -77,6 +77,7 @@ class Operation:
         trips: How often ``body`` runs; 1 without a body.
         name: The name that a ``name`` equation gives; None for everything else.
         backward: Whether it was made by transposition, so belongs to a backward pass.
+        differentiated: Whether it is part of what the step differentiates, or of its derivative.
         scope: Module scopes it was traced under.
         times: How often it runs; more than one where its loop was unfolded around it.
     """
@@ -89,6 +90,7 @@ class Operation:
     trips: int = 1
     name: str | None = None
     backward: bool = False
+    differentiated: bool = False
     scope: tuple[str, ...] = ()
     times: int = 1
     others: tuple[Graph, ...] = ()
@@ -159,9 +161,27 @@ def graph_of(
     for var in (*inner.constvars, *inner.invars):
         env[var] = builder.value(var)
         builder.graph.inputs.append(env[var])
-    builder.run(inner.eqns, env, backward=False, scope=())
+    builder.run(inner.eqns, env, _Place())
     builder.graph.outputs = [builder.read(env, v) for v in inner.outvars]
     return _without_dead_code(builder.graph)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in the program an equation stands: what its name stack, and those around it, say."""
+
+    backward: bool = False
+    differentiated: bool = False
+    scope: tuple[str, ...] = ()
+
+    def below(self, eqn: Eqn) -> _Place:
+        stack = _jax.name_stack(eqn)
+        path = scope_path(stack)  # of an inlined body: sometimes whole, sometimes relative
+        return _Place(
+            self.backward or "transpose(" in stack,
+            self.differentiated or "jvp(" in stack,
+            path if path[: len(self.scope)] == self.scope else (*self.scope, *path),
+        )
 
 
 class _Builder:
@@ -180,65 +200,46 @@ class _Builder:
     def read(env: Mapping[Var, int | None], atom: Atom) -> int | None:
         return env[atom] if _jax.is_var(atom) else None
 
-    def run(
-        self, eqns: Sequence[Eqn], env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
-    ) -> None:
+    def run(self, eqns: Sequence[Eqn], env: dict[Var, Any], around: _Place) -> None:
         for eqn in map(_jax.plain, eqns):
-            stack = _jax.name_stack(eqn)
-            back = backward or "transpose(" in stack
-            path = scope_path(stack)  # of an inlined body: sometimes whole, sometimes relative
-            below = path if path[: len(scope)] == scope else (*scope, *path)
+            place = around.below(eqn)
             is_call = _jax.is_call(eqn) or eqn.primitive.name in _CUSTOM
             if is_call and any(True for _ in _jax.subjaxprs(eqn)):
-                self._inline(eqn, env, backward=back, scope=below)
+                self._inline(eqn, env, place)
             elif eqn.primitive.name == "shard_map":
-                self._shard_map(eqn, env, backward=back, scope=below)
+                self._shard_map(eqn, env, place)
             elif self.unfold_loops and eqn.primitive.name == "scan":
                 self.times *= eqn.params["length"]
-                self._inline(eqn, env, backward=back, scope=below)
+                self._inline(eqn, env, place)
                 self.times //= max(1, eqn.params["length"])
             elif self.unfold_loops and eqn.primitive.name == "cond":
-                self._join(eqn, env, backward=back, scope=below)
+                self._join(eqn, env, place)
             else:
-                self._operation(eqn, env, back, below)
+                self._operation(eqn, env, place)
 
-    def _inline(
-        self, eqn: Eqn, env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
-    ) -> None:
+    def _inline(self, eqn: Eqn, env: dict[Var, Any], place: _Place) -> None:
         inputs = [self.read(env, a) for a in eqn.invars]
         if _jax.is_shielded(eqn):
-            inputs = self._barrier(inputs, backward)
+            inputs = self._barrier(inputs, place)
         if eqn.primitive.name == "scan":
             rows = _jax.open_jaxpr(_jax.subjaxpr(eqn)).invars
-            inputs = self._rows(inputs, rows, backward)
-        outputs = self._call(_jax.subjaxpr(eqn), inputs, backward=backward, scope=scope)
+            inputs = self._rows(inputs, rows, place)
+        outputs = self._call(_jax.subjaxpr(eqn), inputs, place)
         env.update(zip(eqn.outvars, outputs, strict=True))
 
-    def _call(
-        self,
-        body: Jaxpr,
-        inputs: Sequence[int | None],
-        *,
-        backward: bool,
-        scope: tuple[str, ...],
-    ) -> list[int | None]:
+    def _call(self, body: Jaxpr, inputs: Sequence[int | None], place: _Place) -> list[int | None]:
         """Put the operations of a body into the graph."""
         inner = _jax.open_jaxpr(body)
         local: dict[Var, Any] = {v: self.value(v) for v in inner.constvars}
         self.graph.inputs += local.values()
         local |= dict(zip(inner.invars, inputs, strict=True))
-        self.run(inner.eqns, local, backward=backward, scope=scope)
+        self.run(inner.eqns, local, place)
         return [self.read(local, atom) for atom in inner.outvars]
 
-    def _join(
-        self, eqn: Eqn, env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
-    ) -> None:
+    def _join(self, eqn: Eqn, env: dict[Var, Any], place: _Place) -> None:
         """Put all branches of a ``cond`` into the graph, and one of their results for another."""
         index, *inputs = [self.read(env, a) for a in eqn.invars]
-        results = [
-            self._call(branch, inputs, backward=backward, scope=scope)
-            for branch in eqn.params["branches"]
-        ]
+        results = [self._call(branch, inputs, place) for branch in eqn.params["branches"]]
         for var, *made in zip(eqn.outvars, *results, strict=True):
             env[var] = self.value(var)
             read = tuple(v for v in (index, *made) if v is not None)
@@ -247,53 +248,50 @@ class _Builder:
                 read,
                 (env[var],),
                 eqn.params,
-                backward=backward,
-                scope=scope,
+                backward=place.backward,
+                differentiated=place.differentiated,
+                scope=place.scope,
                 times=self.times,
             )
             self.graph.operations.append(join)
 
-    def _shard_map(
-        self, eqn: Eqn, env: dict[Var, Any], *, backward: bool, scope: tuple[str, ...]
-    ) -> None:
+    def _shard_map(self, eqn: Eqn, env: dict[Var, Any], place: _Place) -> None:
         """The body, on parts; what goes in and out are the same bytes, seen as parts or whole."""
         inner = _jax.open_jaxpr(_jax.subjaxpr(eqn))
         local: dict[Var, Any] = {}
         for atom, var in zip(eqn.invars, inner.invars, strict=True):
-            local[var] = self._part(self.read(env, atom), var, backward)
-        self.run(inner.eqns, local, backward=backward, scope=scope)
+            local[var] = self._part(self.read(env, atom), var, place)
+        self.run(inner.eqns, local, place)
         for outer, atom in zip(eqn.outvars, inner.outvars, strict=True):
-            env[outer] = self._part(self.read(local, atom), outer, backward)
+            env[outer] = self._part(self.read(local, atom), outer, place)
 
     def _rows(
-        self, inputs: Sequence[int | None], invars: Sequence[Var], backward: bool
+        self, inputs: Sequence[int | None], invars: Sequence[Var], place: _Place
     ) -> list[int | None]:
         """What an unfolded loop reads: of a stack one row."""
         shapes = [None if v is None else self.graph.values[v].shape for v in inputs]
         return [
-            v if shape is None or shape == var.aval.shape else self._part(v, var, backward)
+            v if shape is None or shape == var.aval.shape else self._part(v, var, place)
             for v, shape, var in zip(inputs, shapes, invars, strict=True)
         ]
 
-    def _part(self, value: int | None, var: Var, backward: bool) -> int:
+    def _part(self, value: int | None, var: Var, place: _Place) -> int:
         made = self.value(var)
         read = () if value is None else (value,)
-        cast = Operation(PART, read, (made,), {}, backward=backward)
+        cast = Operation(PART, read, (made,), {}, backward=place.backward)
         self.graph.operations.append(cast)
         return made
 
-    def _barrier(self, inputs: Sequence[int | None], backward: bool) -> list[int | None]:
+    def _barrier(self, inputs: Sequence[int | None], place: _Place) -> list[int | None]:
         """What a shielded recompute starts from: written to memory, whatever it is."""
         read = [v for v in inputs if v is not None]
         made = {v: len(self.graph.values) + i for i, v in enumerate(dict.fromkeys(read))}
         self.graph.values += [self.graph.values[v] for v in made]
-        barrier = Operation(BARRIER, tuple(made), tuple(made.values()), {}, backward=backward)
+        barrier = Operation(BARRIER, tuple(made), tuple(made.values()), {}, backward=place.backward)
         self.graph.operations.append(barrier)
         return [None if v is None else made[v] for v in inputs]
 
-    def _operation(
-        self, eqn: Eqn, env: dict[Var, Any], backward: bool, scope: tuple[str, ...]
-    ) -> None:
+    def _operation(self, eqn: Eqn, env: dict[Var, Any], place: _Place) -> None:
         inputs = [self.read(env, a) for a in eqn.invars]
         if eqn.primitive.name in ("scan", BARRIER):  # each stands beside what it becomes
             inputs = [
@@ -314,8 +312,9 @@ class _Builder:
                 others=tuple(bodies[1:]),
                 trips=trips,
                 name=_jax.named_value(eqn),
-                backward=backward,
-                scope=scope,
+                backward=place.backward,
+                differentiated=place.differentiated,
+                scope=place.scope,
                 times=self.times,
                 has_effects=bool(eqn.effects),
             )

@@ -237,16 +237,17 @@ def _item(r: Residual, sources: tuple[int, ...], target: Target, *, held: bool) 
     stored = compiler.stored_bytes(value, read_narrowly=r.read_narrowly)
     size = (stored if r.loops else compiler.bytes(value)) * r.count
     closed = held or offload_refusal(r, target) is not None
+    moved = r.bytes * r.repeats
     return Item(
         name=r.name,
         bytes=_UNSAVEABLE if held else size,
         seconds=r.seconds,
         sources=sources,
         needed=r.needed,
-        seconds_out=math.inf if closed else r.bytes / rates.device_to_host,
-        seconds_in=math.inf if closed else r.bytes / rates.host_to_device,
+        seconds_out=math.inf if closed else moved / rates.device_to_host,
+        seconds_in=math.inf if closed else moved / rates.host_to_device,
         host_bytes=r.bytes,
-        seconds_exposed=EXPOSED * r.bytes * (1 / rates.device_to_host + 1 / rates.host_to_device),
+        seconds_exposed=EXPOSED * moved * (1 / rates.device_to_host + 1 / rates.host_to_device),
     )
 
 

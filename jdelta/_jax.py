@@ -507,6 +507,14 @@ def crosses_to_device(eqn: Eqn) -> bool:
     return is_transfer(eqn) and on_host(eqn.invars[0].aval)
 
 
+def has_transfers(jaxpr: Jaxpr) -> bool:
+    """Whether a program copies values between device and host memory, loops looked into."""
+    return any(
+        is_transfer(eqn) or any(map(has_transfers, subjaxprs(eqn)))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
+
+
 def is_transfer(eqn: Eqn) -> bool:
     """Whether the equation copies a value between device and host memory."""
     if eqn.primitive.name != "device_put" or len(eqn.invars) != 1 or not is_var(eqn.invars[0]):

@@ -67,7 +67,7 @@ class Planning:
         """
         first = self._begin(AS_WRITTEN)
         bound = first.search.bound(budget)
-        trips = {r.name: r.trips for r in first.trace.regions if r.loops}
+        trips = {r.name: r.nest.kept for r in first.trace.regions if r.nest.loops}
         if not trips or not self.per_layer or self.pin:
             return first.run(bound)
         may_be_apart = first.search.step.target.platform in GROUPS

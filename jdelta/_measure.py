@@ -61,7 +61,8 @@ class Measurement:
         host: Bytes of temporaries in pinned host memory. TPU: the compiler's figure, or what its
             program allocates if that is less (see ``_host.py``).
         host_arguments: Bytes of arguments in host memory.
-        host_outputs: Bytes of results in host memory.
+        host_outputs: Bytes of results in host memory, but for those that take the place of donated
+            arguments there.
         refused: Whether the compiler refused the program as too large. All but ``peak`` and
             ``seconds`` are then zero.
         seconds: Time the compiler took; next to nothing when JAX had compiled the program before.
@@ -83,6 +84,11 @@ class Measurement:
     overlap: Overlap = NO_TRANSFERS
     wrong_fetches: tuple[str, ...] = ()
     host_buffers: tuple[int, ...] = ()
+
+    @property
+    def all_host(self) -> int:
+        """Bytes in host memory: of temporaries, arguments and results."""
+        return self.host + self.host_arguments + self.host_outputs
 
 
 def measure(
@@ -213,7 +219,7 @@ def _measured(compiled: jax.stages.Compiled, target: Target, seconds: float) -> 
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
         host_arguments=stats.host_argument_size_in_bytes,
-        host_outputs=stats.host_output_size_in_bytes,
+        host_outputs=stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes,
         refused=False,
         seconds=seconds,
         **_host(compiled, target, stats.host_temp_size_in_bytes),

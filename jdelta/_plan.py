@@ -13,13 +13,15 @@ import jax
 
 from jdelta import _file
 from jdelta._budget import format_bytes, parse_budget, parse_host_budget
+from jdelta._call import Call, Static, call_of, described
 from jdelta._cost import program_seconds
 from jdelta._decision import Decision
-from jdelta._emit import Step, emit
+from jdelta._emit import Step
 from jdelta._errors import BudgetError, PlanMismatchError, TargetError
 from jdelta._layers import Planning
-from jdelta._measure import Measurement, measure
+from jdelta._measure import Measurement
 from jdelta._overlap import Overlap
+from jdelta._planned import PlannedStep, compiled
 from jdelta._planner import Found
 from jdelta._policy import Policy
 from jdelta._region import Grouping
@@ -27,7 +29,7 @@ from jdelta._residual import Residual
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
 from jdelta._table import format_table, rows, summary
-from jdelta._target import Target, resolve
+from jdelta._target import Target, is_on_host, resolve
 from jdelta._trace import Trace, trace
 
 MARGIN = 0.05
@@ -53,7 +55,8 @@ class Plan:
         predicted_peak: Peak predicted before this plan was compiled, bytes per device.
         compiled_peak: Peak of the compiled program (arguments, results and temporaries, less
             aliasing), bytes per device, as the target's compiler gives it.
-        host_bytes: Bytes of temporaries in pinned host memory in the compiled program.
+        host_bytes: Bytes in pinned host memory in the compiled program: what is offloaded, and
+            arguments and results that live there.
         overlap: What the compiled schedule hides of the transfers, by the target's rates.
         floor: Least peak that recomputing everything reaches, bytes; that of the plain step where
             the plain step fits.
@@ -67,6 +70,8 @@ class Plan:
         compiles: Programs compiled to find the plan (those known from the disk cache included).
         target: Name of the target.
         donate_argnums: Arguments whose buffers the results may take, as compiled.
+        static: Arguments that are constants of the program, by number or name.
+        arguments: Path, dtype and shape of each array among the others.
         fingerprint: Digest of the plain program the plan was made for.
         aliases: From regions' names while tracing to their names here.
         grouping: How the planned loops over layers are run. With several layers in an iteration
@@ -90,11 +95,13 @@ class Plan:
     compiles: int
     target: str
     donate_argnums: tuple[int, ...]
+    static: Static = field(repr=False)
+    arguments: tuple[str, ...] = field(repr=False)
     fingerprint: str
     aliases: tuple[tuple[str, str], ...] = field(repr=False)
     grouping: Grouping
     _step: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
-    _args: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+    _call: Call | None = field(default=None, repr=False, compare=False)
     _compiled: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -138,19 +145,19 @@ class Plan:
         """
         if self._compiled is not None:
             return self._compiled
-        if self._step is None:
+        if self._call is None:
             raise PlanMismatchError(
                 "A plan loaded from a file has no compiled step. Give the step to "
                 "plan.jit(step_fn) and call the result."
             )
-        return _compile(self, self._step, self._args, self.donate_argnums)
+        return compiled(self, self._call, self.donate_argnums)
 
     def jit(
         self,
         step_fn: Callable[..., Any] | None = None,
         *,
         donate_argnums: int | Sequence[int] | None = None,
-    ) -> Callable[..., Any]:
+    ) -> PlannedStep:
         """The step under this plan, like ``jax.jit(step_fn)``.
 
         Args:
@@ -177,9 +184,11 @@ class Plan:
                 f"The plan was made ahead of time for {self.target}, which cannot run here. Save "
                 "it with plan.save(path), or plan without target= on the machine that trains."
             )
-        donate = self.donate_argnums if donate_argnums is None else _numbers(donate_argnums)
-        ready = fun is self._step and donate == self.donate_argnums
-        return _PlannedStep(self, fun, donate, self._compiled if ready else None)
+        donate = self.donate_argnums if donate_argnums is None else _several(donate_argnums)
+        planned = self._call if fun is self._step else None
+        ready = self._compiled if planned and donate == self.donate_argnums else None
+        static = planned.static if planned else None
+        return PlannedStep(self, fun, donate, static, ready)
 
     def save(self, path: str) -> None:
         """Write the plan to ``path`` as JSON, to be read by ``jdelta.load``."""
@@ -197,6 +206,8 @@ def plan(
     *,
     target: str | None = None,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
     pin: Mapping[str, Decision | str] = _NO_PINS,
@@ -211,6 +222,8 @@ def plan(
     *args: Any,
     target: str | None = None,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
     pin: Mapping[str, Decision | str] = _NO_PINS,
@@ -222,6 +235,8 @@ def plan(
     *args: Any,
     target: str | None = None,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
     pin: Mapping[str, Decision | str] = _NO_PINS,
@@ -237,16 +252,20 @@ def plan(
             (``"14GiB"``, ``"14GB"``), or a share of the plain step's compiled peak (``0.5``,
             ``"50%"``). Default: the target's memory less 5 %.
         *args: Arguments of the step: arrays or ``jax.ShapeDtypeStruct``, on one device or with
-            ``NamedSharding``. For devices that are not here give the shapes shardings over a
-            ``jax.sharding.AbstractMesh``: the target's devices take their places in it. Without
-            any arguments, planning is put off until the result's ``jit`` is called.
+            ``NamedSharding``, and NNX objects as in ``nnx.jit``. For devices that are not here give
+            the shapes shardings over a ``jax.sharding.AbstractMesh``: the target's devices take
+            their places in it. Without any arguments, planning is put off until the result's
+            ``jit`` is called.
         target: Default: the devices the arguments live on. Ahead of time: ``"tpu:v5e:2x2"``,
             ``"tpu:v5p:2x2x1"``, ``"tpu:v6e:4x4"``, ``"cuda:h100"``, ``"cuda:a100"``,
             ``"cuda:b200"``.
         donate_argnums: As in ``jax.jit``; donated arguments count once in the peak.
+        static_argnums: As in ``jax.jit``.
+        static_argnames: As in ``jax.jit``.
         solver: ``"knapsack"`` (DELTA's heuristic), ``"milp"`` (exact, HiGHS), or a solver object.
-        host_budget: Bound on pinned host bytes per device, 0 for no offload; default: the host
-            memory of the target, as far as it is known, shared by the devices of a process.
+        host_budget: Bound on the bytes per device that the plan offloads to pinned host memory, 0
+            for no offload; default: the host memory of the target, as far as it is known, shared by
+            the devices of a process, less arguments that live there.
         pin: Decisions taken by hand: from a pattern of residual names (``"h/mlp/*"``) to
             ``"save"``, ``"offload"`` or ``"recompute"``. One layer of a scan is then decided like
             the others.
@@ -267,7 +286,8 @@ def plan(
     """
     options: dict[str, Any] = {
         "target": target,
-        "donate_argnums": _numbers(donate_argnums),
+        "donate_argnums": _several(donate_argnums),
+        "static": (*_several(static_argnums), *_several(static_argnames)),
         "solver": _solver(solver),
         "host_budget": host_budget,
         "pin": pin,
@@ -277,7 +297,8 @@ def plan(
         parse_budget(budget)
     if not args:
         return DeferredPlan(step_fn, budget, options)
-    return _plan(step_fn, budget, args, **options)
+    call = call_of(step_fn, options["static"], args, {})
+    return _plan(step_fn, budget, call, **options)
 
 
 def jit(
@@ -324,7 +345,7 @@ class DeferredPlan:
 
     def jit(self, *, donate_argnums: int | Sequence[int] | None = None) -> Callable[..., Any]:
         """The step, planned at the first call with each new set of shapes."""
-        donate = {} if donate_argnums is None else {"donate_argnums": _numbers(donate_argnums)}
+        donate = {} if donate_argnums is None else {"donate_argnums": _several(donate_argnums)}
         return _Deferred(self.step_fn, self.budget, {**self.options, **donate})
 
     def __call__(self, *_: Any, **__: Any) -> Any:
@@ -340,91 +361,51 @@ class _Deferred:
     """Plans a step once for each set of shapes it is called with."""
 
     def __init__(self, step_fn: Callable[..., Any], budget: Any, options: Mapping[str, Any]):
-        self._plan_of = lambda args: _plan(step_fn, budget, args, **options)
-        self._steps: dict[Any, Any] = {}
+        self._call_of = functools.partial(call_of, step_fn, options["static"])
+        self._plan_of = lambda call: _plan(step_fn, budget, call, **options)
+        self._steps: dict[Any, PlannedStep] = {}
         self.plans: list[Plan] = []
 
-    def __call__(self, *args: Any) -> Any:
-        key = _signature(args)
-        if key not in self._steps:
-            plan = self._plan_of(args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call_of(args, kwargs)
+        if call.key not in self._steps:
+            plan = self._plan_of(call)
             self.plans.append(plan)
-            self._steps[key] = plan.jit()
-        return self._steps[key](*args)
-
-
-class _PlannedStep:
-    """A step under a plan, for arguments of the planned shapes."""
-
-    def __init__(self, plan: Plan, fun: Callable[..., Any], donate: tuple[int, ...], ready: Any):
-        self.plan = plan
-        self._fun = fun
-        self._donate = donate
-        self._compiled = ready
-
-    def __call__(self, *args: Any) -> Any:
-        if self._compiled is None:
-            self._compiled = _compile(self.plan, self._fun, args, self._donate)
-        try:
-            return self._compiled(*args)
-        except (TypeError, ValueError) as error:
-            raise PlanMismatchError(
-                "The step was planned for arguments of other shapes or dtypes than it was called "
-                f"with. Plan again for these, or use jdelta.jit, which does. JAX says: {error}"
-            ) from error
-
-
-def _compile(
-    plan: Plan, fun: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...]
-) -> jax.stages.Compiled:
-    """Compile a step under a plan and check it against the budget."""
-    target = resolve(plan.target, args)
-    found = trace(fun, *args, platform=target.platform, grouping=plan.grouping)
-    if found.fingerprint != plan.fingerprint:
-        raise PlanMismatchError(
-            f"The plan was made for program {plan.fingerprint}, this is {found.fingerprint}: other "
-            "code, shapes, dtypes, or versions of JAX and Flax. Plan this program."
-        )
-    step = Step(fun, args, donate, target, dict(plan.aliases), found.automatic, plan.grouping)
-    emission = emit(step, plan.policy)
-    compiled, measurement = measure(emission.lower(), target, emission.options, executable=True)
-    if compiled is None or measurement.peak > plan.budget:
-        raise BudgetError(
-            f"Compiled with donate_argnums={donate} the step needs "
-            f"{format_bytes(measurement.peak)}, over the budget of {format_bytes(plan.budget)}; "
-            f"it was planned with donate_argnums={plan.donate_argnums}."
-        )
-    return compiled
+            self._steps[call.key] = plan.jit()
+        return self._steps[call.key].run(call)
 
 
 def _plan(
     step_fn: Callable[..., Any],
     budget: int | float | str | None,
-    args: tuple[Any, ...],
+    call: Call,
     *,
     target: str | None,
     donate_argnums: tuple[int, ...],
+    static: Static,
     solver: Solver,
     host_budget: int | str | None,
     pin: Mapping[str, Decision | str],
     per_layer: bool,
 ) -> Plan:
-    where = resolve(target, args)
+    where = resolve(target, call.args)
     bound = parse_budget(int(where.memory * (1 - MARGIN)) if budget is None else budget)
     if bound.bytes and bound.bytes > where.memory:
         raise BudgetError(
             f"The budget of {format_bytes(bound.bytes)} is above the {format_bytes(where.memory)} "
             f"that {where.name} has. Leave it out to use what there is."
         )
-    placed = where.abstract(args)
+    call = call.abstract(where)
+    placed = call.args
+    donate = call.donated(donate_argnums)
     host_room = _host_capacity(host_budget, where, placed)
 
     def traced(grouping: Grouping) -> Trace:
-        return trace(step_fn, *placed, grouping=grouping, platform=where.platform)
+        return trace(call.fun, *placed, grouping=grouping, platform=where.platform)
 
     def step(found: Trace) -> Step:
         aliases, automatic = found.aliases, found.automatic
-        return Step(step_fn, placed, donate_argnums, where, aliases, automatic, found.grouping)
+        return Step(call.fun, placed, donate, where, aliases, automatic, found.grouping)
 
     planned = Planning(traced, step, host_room, pin, solver, per_layer).result(bound)
     found, result = planned.trace, planned.found
@@ -437,7 +418,7 @@ def _plan(
         budget=result.budget,
         predicted_peak=best.predicted,
         compiled_peak=best.peak,
-        host_bytes=measurement.host,
+        host_bytes=measurement.all_host,
         overlap=measurement.overlap,
         floor=result.floor,
         ceiling=result.ceiling,
@@ -448,11 +429,13 @@ def _plan(
         compiles=result.compiles,
         target=where.name,
         donate_argnums=donate_argnums,
+        static=static,
+        arguments=described(placed),
         fingerprint=found.fingerprint,
         aliases=tuple(found.aliases.items()),
         grouping=found.grouping,
         _step=step_fn,
-        _args=placed,
+        _call=call,
         _compiled=best.compiled,
     )
 
@@ -465,12 +448,14 @@ def _result(found: Found) -> str:
 
 def _host_capacity(host_budget: int | str | None, target: Target, placed: Any) -> float:
     if host_budget is None:
-        return target.host_share(placed) or math.inf
+        taken = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(placed) if is_on_host(x))
+        return max(0.0, (target.host_share(placed) or math.inf) - taken)
     return float(parse_host_budget(host_budget))
 
 
-def _numbers(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+def _several(given: Any) -> tuple[Any, ...]:
+    """Numbers or names of arguments, where one alone may be given."""
+    return (given,) if isinstance(given, (int, str)) else tuple(given)
 
 
 def _solver(solver: str | Solver) -> Solver:
@@ -479,11 +464,3 @@ def _solver(solver: str | Solver) -> Solver:
     if solver not in _SOLVERS:
         raise ValueError(f"solver must be one of {sorted(_SOLVERS)} or a Solver; got {solver!r}")
     return _SOLVERS[solver]
-
-
-def _signature(args: tuple[Any, ...]) -> Any:
-    leaves, tree = jax.tree.flatten(args)
-    return tree, tuple(
-        (x.shape, x.dtype, getattr(x, "sharding", None)) if hasattr(x, "shape") else type(x)
-        for x in leaves
-    )

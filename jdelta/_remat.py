@@ -38,6 +38,9 @@ def remat(
 ) -> Any:
     """Mark a unit of recompute: a Flax module class (Linen or NNX) or any function.
 
+    A function of Haiku's may make parameters and draw keys inside. Equinox modules are pytrees:
+    mark the method that computes, or a function that is given the module.
+
     Results, gradients, parameter names and random bits are those of the unmarked unit. Under a
     plan (``Plan.jit``, ``jdelta.jit`` or ``policy=``) each value inside is saved, offloaded or
     recomputed as the plan says; without one nothing is rematerialised, the values only carry
@@ -68,9 +71,16 @@ def remat(
     if isinstance(unit, type) or not callable(unit):
         raise TypeError(
             "jdelta.remat marks a function or a Flax module class (linen.Module or nnx.Module); "
-            f"got {unit!r}. Mark the method or function that computes instead."
+            f"got {unit!r}. Of a class of Equinox or Haiku, mark the method that computes: "
+            "__call__ = jdelta.remat(__call__)."
         )
     return _function(unit, policy, name, prevent_cse)
+
+
+def _name_of(fun: Callable[..., Any]) -> str:
+    """The function's own name; that of its class for what is called ``__call__``."""
+    name = getattr(fun, "__name__", type(fun).__name__).strip("<>")
+    return fun.__qualname__.split(".")[-2] if name == "__call__" else name
 
 
 def _function(
@@ -79,7 +89,7 @@ def _function(
     name: str | None,
     prevent_cse: bool | None,
 ) -> Callable[..., Any]:
-    base = name or getattr(fun, "__name__", type(fun).__name__).strip("<>")
+    base = name or _name_of(fun)
     marked = region(fun, base, policy, prevent_cse)
 
     @functools.wraps(fun)
@@ -89,6 +99,11 @@ def _function(
 
             if flax.has_nnx_state((args, kwargs)):
                 return flax.call_nnx(fun, base, policy, prevent_cse, args, kwargs)
+        if "haiku" in sys.modules:
+            from jdelta import haiku
+
+            if haiku.inside_transform():
+                return haiku.call(fun, base, policy, prevent_cse, args, kwargs)
         return marked(*args, **kwargs)
 
     return call

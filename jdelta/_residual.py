@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jdelta._cost import operation_seconds
 from jdelta._fusion import Compiler, read_narrowly, storage
-from jdelta._graph import Graph, Operation
+from jdelta._graph import TRANSFER, Graph, Operation
 from jdelta._naming import RegionName
 from jdelta._primitives import CHEAP, FREE, PARTS, VIEWS
 from jdelta._shardy import Spec
@@ -24,16 +24,18 @@ class Residual:
         region: Name of its region.
         shape: Shape of one instance, unsharded; in a ``shard_map`` that of the part there.
         dtype: Name of its dtype.
-        count: Instances in one step: iterations of the loops around it.
-        bytes: Bytes of all instances on one device, without padding.
+        count: Instances alive at once: iterations of the loops that keep them.
+        bytes: Bytes of those instances on one device, without padding.
         producer: The JAX primitive that makes it.
         consumers: Names of the residuals computed from it, in program order.
         sources: Names of the residuals it is computed from, in program order.
         needed: Whether the backward pass reads it. If not, it can only be worth keeping for what
             is recomputed from it.
         read_narrowly: Whether nothing but matrix products and casts to bfloat16 reads it.
-        seconds: Predicted seconds to compute all instances again, given its sources.
-        loops: Number of loops around it; offload works under one at most.
+        seconds: Predicted seconds to compute all instances of a step again, given its sources.
+        loops: Number of loops that keep its instances; offload works under one at most.
+        repeats: How often all of that happens in a step: iterations of the loops that have the
+            backward pass inside too (micro-batches, several steps in one).
         spec: For each dimension the mesh axes that it is sharded over, and the devices along each;
             empty when it is not sharded.
         conditional: Whether it is in a branch of a ``cond``; offload does not work there.
@@ -54,6 +56,7 @@ class Residual:
     read_narrowly: bool
     seconds: float
     loops: int
+    repeats: int = 1
     spec: Spec = ()
     conditional: bool = False
     boundary: bool = False
@@ -150,6 +153,8 @@ class _Analysis:
 
     def _seconds(self, op: Operation, roots: Sequence[frozenset[int]]) -> float:
         target = self.target
+        if op.primitive == TRANSFER:  # a weight that is kept on the host is fetched again
+            return sum(self.graph.values[v].bytes for v in op.outputs) / target.rates.host_to_device
         return operation_seconds(self.graph, op, roots, target.rates, target.platform)
 
     def _upstream(
@@ -188,8 +193,8 @@ class _Analysis:
         seconds: float,
         found: dict[int, Residual],
     ) -> Residual:
-        what = self.graph.values[value]
-        count = op.times * self.region.trips
+        what, nest = self.graph.values[value], self.region.nest
+        count = op.times * nest.kept
         copies = self.region.copies.get(self.names[value], 1)
         return Residual(
             name=self._plan_name(value),
@@ -203,8 +208,9 @@ class _Analysis:
             sources=tuple(found[s].name for s in sorted(sources)),
             needed=value in self.needed,
             read_narrowly=value in self.narrow,
-            seconds=seconds * self.region.trips,
-            loops=self.region.loops + (op.times > 1),
+            seconds=seconds * nest.trips,
+            loops=nest.loops + (op.times > 1),
+            repeats=nest.repeats,
             spec=what.spec,
             conditional=self.region.conditional or self.names[value].conditional,
         )

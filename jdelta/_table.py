@@ -144,8 +144,8 @@ def _bound(plan: Plan, label: str, field: str) -> str:
 
 
 def _on_the_host(plan: Plan) -> str:
-    if not plan.host_bytes:
-        return format_bytes(0)
+    if not plan.overlap.transfers:
+        return format_bytes(plan.host_bytes)
     seconds = plan.overlap.seconds_out + plan.overlap.seconds_in
     return (
         f"{format_bytes(plan.host_bytes)}; {format_seconds(seconds)} of transfers, "

@@ -96,7 +96,7 @@ class Target:
             return jax.ShapeDtypeStruct(
                 leaf.shape,
                 leaf.dtype,
-                sharding=self.sharding(like),
+                sharding=_traceable(self.sharding(like)),
                 weak_type=getattr(leaf, "weak_type", False),
             )
 
@@ -124,6 +124,19 @@ class Target:
             )
         devices = np.array(self._devices[: mesh.size]).reshape(mesh.axis_sizes)
         return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _traceable(sharding: Sharding) -> Sharding:
+    """The same place, said so that a shape traced there keeps its memory: JAX needs a mesh."""
+    if sharding.memory_kind != _HOST or not isinstance(sharding, SingleDeviceSharding):
+        return sharding
+    mesh = Mesh(np.array(list(sharding.device_set)), ("device",))
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=_HOST)
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Whether an argument lives in pinned host memory."""
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == _HOST
 
 
 def resolve(target: str | None = None, args: object = ()) -> Target:

@@ -14,7 +14,8 @@ is evaluated once more, and is the same program but for its timing:
   at an index computed from those results: see ``_stacks.py``.
 - The results of a backward unit share one barrier, so that gradients of weights are not put off
   while what they are made from stays in memory.
-- Loops do both one iteration apart: see ``_pipeline.py``.
+- Loops do both one iteration apart: see ``_pipeline.py``. Loops around forward and backward pass
+  (micro-batches) are timed inside.
 
 Which compiler needs which of these was measured: ``benchmarks/xla/transfers.py``.
 """
@@ -37,6 +38,7 @@ from jdelta._chips import Rates
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop
 from jdelta._primitives import MATMULS
+from jdelta._scan import Scan
 from jdelta._shardy import UNSHARDED, Shardings
 from jdelta._stacks import Stacks
 
@@ -349,6 +351,8 @@ class _Evaluation:
                 instead[index] = functools.partial(self._forward_loop, eqn)
             elif eqn.primitive.name == "scan" and any(map(_is_host, eqn.invars)):
                 instead[index] = functools.partial(self._backward_loop, eqn)
+            elif eqn.primitive.name == "scan" and _jax.has_transfers(eqn.params["jaxpr"]):
+                instead[index] = functools.partial(self._outer_loop, eqn)
         late = [index for _, copies in timing.starts.values() for index in copies]
         instead.update((index, lambda _: [None]) for index in late)
         passed = {*timing.ties, *timing.starts, *(timing.head or ())[:1]}
@@ -377,6 +381,19 @@ class _Evaluation:
 
     def _backward_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
         return backward_loop(eqn, _jax.read(env, eqn.invars), self.late, self.timing.clock)
+
+    def _outer_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
+        """A loop with forward and backward pass in it: each iteration is timed by itself."""
+        clock, least = self.timing.clock, self.timing.least
+        loop = Scan.of(eqn, _jax.read(env, eqn.invars))
+        body = timed(loop.body, clock.rates, clock.platform, least=least)
+
+        def step(carry: Any, rows: Any) -> Any:
+            outputs = body(*loop.consts, *carry, *rows)
+            return outputs[: loop.n_carry], outputs[loop.n_carry :]
+
+        carry, stacked = loop.scan(step, loop.carry, loop.xs)
+        return [*carry, *stacked]
 
     def _unit(self, eqn: Eqn, number: int, env: _jax.Env) -> list[Any]:
         """A backward unit: fetches for later ones begin with it, its results end together."""

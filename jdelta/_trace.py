@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ import jax
 from jdelta import _jax
 from jdelta._automatic import tracing
 from jdelta._errors import TraceError
-from jdelta._graph import Graph, Operation, graph_of
+from jdelta._graph import Graph, graph_of
 from jdelta._naming import RegionName
+from jdelta._nest import Nest, walk
 from jdelta._region import AS_WRITTEN, Grouping, Session
 from jdelta._shardy import Shardings, Spec, shardings_of
 
@@ -28,8 +29,7 @@ class Region:
         traced: Its name while tracing, ``base#call``.
         graph: Its JVP with every value named, loops unfolded, in the names of ``traced``.
         primals: How many of the graph's inputs are no tangents (the first ones).
-        trips: How often it runs in a step: iterations of the loops around it.
-        loops: Number of loops around it.
+        nest: The loops around it.
         conditional: Whether it is in a branch of a ``cond``.
         partly: Whether some inexact argument of it is not differentiated.
         copies: From the names of values to how many of each the step has at once, where it is not
@@ -40,8 +40,7 @@ class Region:
     traced: str
     graph: Graph
     primals: int
-    trips: int
-    loops: int
+    nest: Nest
     conditional: bool
     partly: bool
     copies: Mapping[str, int]
@@ -72,8 +71,8 @@ class Trace:
 
     @property
     def loops(self) -> dict[str, int]:
-        """From the name of each region in plans to the number of loops around it."""
-        return {region.name: region.loops for region in self.regions}
+        """From the name of each region in plans to the number of loops that keep its values."""
+        return {region.name: region.nest.loops for region in self.regions}
 
     @property
     def row_bytes(self) -> int:
@@ -112,32 +111,31 @@ def trace(
         session, closed = _staged(step_fn, args, Session(automatic=True, grouping=grouping))
     shardings = shardings_of(closed, args, platform)
     graph = graph_of(closed, shardings)
-    found: dict[str, tuple[int, int]] = {}
-    for op, trips, loops in walk(graph):
+    found: dict[str, Nest] = {}
+    for op, nest in walk(graph):
         if isinstance(op.name, RegionName) and op.name.loops == 0:
             # JAX hoists what does not change out of loops: the deepest values tell.
-            seen, depth = found.get(op.name.region, (0, 0))
-            found[op.name.region] = (max(seen, trips), max(depth, loops))
+            deepest = found.get(op.name.region, nest)
+            found[op.name.region] = max(deepest, nest, key=lambda n: (n.loops, n.trips))
     _check(session, found)
     names = _plan_names(list(found))
     conditional = _in_branches(graph)
     held = _bytes_by_name(graph)
 
-    def region(traced: str, trips: int, loops: int) -> Region:
+    def region(traced: str, nest: Nest) -> Region:
         derivative, primals = _derivative(session, traced, shardings)
         return Region(
             name=names[traced],
             traced=traced,
             graph=derivative,
             primals=primals,
-            trips=trips,
-            loops=loops,
+            nest=nest,
             conditional=traced in conditional,
             partly=traced in session.partly,
             copies=_copies(_bytes_by_name(derivative), held),
         )
 
-    regions = tuple(region(traced, trips, loops) for traced, (trips, loops) in found.items())
+    regions = tuple(region(traced, nest) for traced, nest in found.items())
     return Trace(graph, regions, session.automatic, grouping, _fingerprint(graph))
 
 
@@ -157,14 +155,6 @@ def _derivative(session: Session, traced: str, step: Shardings) -> tuple[Graph, 
         if name is not None and name in step.names:
             specs[eqn.outvars[0]] = specs[eqn.invars[0]] = step.names[name]
     return graph_of(closed, dataclasses.replace(step, specs=specs), unfold_loops=True), primals
-
-
-def walk(graph: Graph, trips: int = 1, loops: int = 0) -> Iterator[tuple[Operation, int, int]]:
-    """All operations in program order, with how often they run and how deep in loops they are."""
-    for op in graph.operations:
-        yield op, trips, loops
-        for body in op.bodies:
-            yield from walk(body, trips * op.trips, loops + (op.primitive != "cond"))
 
 
 def _in_branches(graph: Graph, *, inside: bool = False) -> set[str]:
@@ -244,8 +234,8 @@ def _plan_names(traced: list[str]) -> dict[str, str]:
 
 def _fingerprint(graph: Graph) -> str:
     digest = hashlib.sha256()
-    for op, trips, _ in walk(graph):
-        digest.update(f"{op.primitive} {op.inputs} {op.outputs} {op.name} {trips};".encode())
+    for op, nest in walk(graph):
+        digest.update(f"{op.primitive} {op.inputs} {op.outputs} {op.name} {nest.trips};".encode())
     for value in graph.values:
         digest.update(f"{value.shape}{value.dtype}{value.spec};".encode())
     return digest.hexdigest()[:16]

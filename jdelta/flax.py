@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.core import lift
 
+from jdelta._call import Call
 from jdelta._region import RegionPolicy, region
 
 
@@ -71,7 +73,11 @@ def has_nnx_state(arguments: Any) -> bool:
 
 
 def _is_nnx(leaf: Any) -> bool:
-    return isinstance(leaf, (nnx.Module, nnx.Variable, nnx.Rngs, nnx.RngStream))
+    return isinstance(leaf, (nnx.Pytree, nnx.Variable))
+
+
+def _is_state(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.State)
 
 
 def call_nnx(
@@ -111,6 +117,46 @@ def call_nnx(
             new_leaves[i] = value
         nnx.update(objects, jax.tree.unflatten(outer[0], new_leaves))
     return out
+
+
+def without_objects(call: Call) -> Call:
+    """The call of a step on the state of NNX objects: their new state comes out, as in ``nnx.jit``.
+
+    Objects that several arguments share are split together, and stay shared. A ``State`` is no
+    object: steps that are given one return the new one.
+    """
+    flat, tree = jax.tree.flatten(call.args, is_leaf=lambda x: _is_nnx(x) or _is_state(x))
+    objects = [leaf for leaf in flat if _is_nnx(leaf)]
+    if not objects:
+        return call
+    graphdef, state = nnx.split(objects)
+    parts = iter(_parts(state, len(objects)))
+    args = jax.tree.unflatten(tree, [next(parts) if _is_nnx(leaf) else leaf for leaf in flat])
+    places = [i for i, leaf in enumerate(flat) if _is_nnx(leaf)]  # no arrays: plans keep `fun`
+
+    def fun(*args: Any) -> Any:
+        leaves = tree.flatten_up_to(args)
+        merged = nnx.merge(graphdef, _whole([leaves[i] for i in places]))
+        for i, made in zip(places, merged, strict=True):
+            leaves[i] = made
+        out = call.fun(*jax.tree.unflatten(tree, leaves))
+        return out, _parts(nnx.state(merged), len(places))
+
+    def finish(results: Any) -> Any:
+        out, after = results
+        nnx.update(objects, _whole(after))
+        return call.finish(out)
+
+    return replace(call, fun=fun, args=args, static=(call.static, graphdef), finish=finish)
+
+
+def _parts(state: Any, count: int) -> list[Any]:
+    """The state of each of several objects; what two of them share belongs to the first."""
+    return [state.get(i) for i in range(count)]
+
+
+def _whole(parts: Sequence[Any]) -> Any:
+    return nnx.State({i: part for i, part in enumerate(parts) if part is not None})
 
 
 def _name_of(cls: Any) -> str:

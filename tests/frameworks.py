@@ -11,6 +11,8 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
+from benchmarks.models import identity
+
 LAYERS = 6
 RATE = 0.1
 
@@ -26,14 +28,16 @@ def mean_square(y):
     return jnp.mean(y.astype(jnp.float32) ** 2)
 
 
-def plain(rows, width, *, scan):
+def plain(rows, width, *, scan, remat=identity):
+    unit = remat(block)
+
     def loss(ws, x, key):
         keys = jax.random.split(key, LAYERS)
         if scan:
-            run = lambda x, wk: (block(wk[0], x, wk[1]), None)  # noqa: E731
+            run = lambda x, wk: (unit(wk[0], x, wk[1]), None)  # noqa: E731
             return mean_square(jax.lax.scan(run, x, (ws, keys))[0])
         for i in range(LAYERS):
-            x = block(jax.tree.map(lambda w, i=i: w[i], ws), x, keys[i])
+            x = unit(jax.tree.map(lambda w, i=i: w[i], ws), x, keys[i])
         return mean_square(x)
 
     def step(ws, x, key):
@@ -55,19 +59,20 @@ class LinenBlock(nn.Module):
 
 class LinenStack(nn.Module):
     scan: bool
+    block: type[nn.Module]
 
     @nn.compact
     def __call__(self, x):
         if self.scan:
             rngs = {"params": True, "dropout": True}
-            return nn.scan(LinenBlock, {"params": 0}, split_rngs=rngs, length=LAYERS)()(x, None)[0]
+            return nn.scan(self.block, {"params": 0}, split_rngs=rngs, length=LAYERS)()(x, None)[0]
         for _ in range(LAYERS):
-            x, _ = LinenBlock()(x)
+            x, _ = self.block()(x)
         return x
 
 
-def linen(rows, width, *, scan):
-    model = LinenStack(scan)
+def linen(rows, width, *, scan, remat=identity):
+    model = LinenStack(scan, remat(LinenBlock))
 
     def step(state, x, key):
         def loss(params):
@@ -93,13 +98,13 @@ class NnxBlock(nnx.Module):
 
 
 class NnxStack(nnx.Module):
-    def __init__(self, width, scan, rngs):
-        self.scan = scan
+    def __init__(self, width, scan, rngs, remat=identity):
+        self.scan, block = scan, remat(NnxBlock)
         if scan:
-            make = nnx.vmap(lambda rngs: NnxBlock(width, rngs), in_axes=0, out_axes=0)
+            make = nnx.vmap(lambda rngs: block(width, rngs), in_axes=0, out_axes=0)
             self.blocks = nnx.split_rngs(splits=LAYERS)(make)(rngs)
         else:
-            self.blocks = nnx.List([NnxBlock(width, rngs) for _ in range(LAYERS)])
+            self.blocks = nnx.List([block(width, rngs) for _ in range(LAYERS)])
 
     def __call__(self, x):
         if self.scan:
@@ -110,8 +115,8 @@ class NnxStack(nnx.Module):
         return x
 
 
-def nnx_modules(rows, width, *, scan):
-    model = NnxStack(width, scan, nnx.Rngs(0))
+def nnx_modules(rows, width, *, scan, remat=identity):
+    model = NnxStack(width, scan, nnx.Rngs(0), remat)
     graph, state = nnx.split(model)
 
     def step(state, x):
@@ -135,9 +140,12 @@ class EquinoxBlock(eqx.Module):
         return x + jnp.tanh(jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(x))))
 
 
-def equinox(rows, width, *, scan):
+def equinox(rows, width, *, scan, remat=identity):
+    class Block(EquinoxBlock):
+        __call__ = remat(EquinoxBlock.__call__)
+
     keys = jax.random.split(jax.random.key(0), LAYERS)
-    make = functools.partial(EquinoxBlock, width)
+    make = functools.partial(Block, width)
     blocks = eqx.filter_vmap(make)(keys) if scan else [make(k) for k in keys]
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
@@ -158,7 +166,8 @@ def equinox(rows, width, *, scan):
     return step, (arrays, jax.random.normal(keys[0], (rows, width)))
 
 
-def haiku(rows, width, *, scan):
+def haiku(rows, width, *, scan, remat=identity):
+    @remat
     def one(x):
         h = hk.dropout(hk.next_rng_key(), 0.1, jax.nn.gelu(hk.Linear(width)(x)))
         return x + jnp.tanh(hk.Linear(width)(h))
@@ -181,11 +190,12 @@ def haiku(rows, width, *, scan):
     return step, (model.init(key, x[:1]), x, key)
 
 
-def unet(rows, width, *, scan):
+def unet(rows, width, *, scan, remat=identity):
     """Images through two scales and back, with skips: no stack of equal layers."""
     assert not scan
     side, features = 64, width // 16
 
+    @remat
     def conv(w, x, stride=1):
         dims = ("NHWC", "HWIO", "NHWC")
         return jax.nn.gelu(

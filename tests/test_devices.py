@@ -25,13 +25,14 @@ from jdelta._collective import Collective, collectives
 from jdelta._emit import Step, emit
 from jdelta._graph import graph_of
 from jdelta._measure import measure
+from jdelta._nest import walk
 from jdelta._policy import Policy
 from jdelta._residual import residuals
 from jdelta._shardy import Axis, local_shape, shardings_of
 from jdelta._stacks import _Kind, _kind
 from jdelta._target import resolve
 from jdelta._timing import timed
-from jdelta._trace import trace, walk
+from jdelta._trace import trace
 from tests.parallel import HIDDEN, LAYERS, PARALLEL, ROWS, WIDTH
 from tests.planning import planned, under
 from tests.test_steps import loops_of
@@ -199,7 +200,7 @@ def exchanges(fun, mesh, *shapes_and_specs):
     placed = resolve("tpu:v5e:2x2").abstract(args)
     jaxpr = jax.make_jaxpr(fun)(*placed)
     graph = graph_of(jaxpr, shardings_of(jaxpr, placed, "tpu"))
-    return [(op.primitive, one) for op, _, _ in walk(graph) for one in collectives(graph, op)]
+    return [(op.primitive, one) for op, _ in walk(graph) for one in collectives(graph, op)]
 
 
 GRID = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -11,6 +11,7 @@ import jdelta
 from jdelta import BudgetError, Decision, PlanMismatchError, _jax, _rows
 from jdelta._emit import Step, emit
 from jdelta._measure import measure
+from jdelta._nest import Nest
 from jdelta._policy import Policy
 from jdelta._region import Grouping
 from jdelta._residual import residuals
@@ -30,7 +31,7 @@ def loops(program):
 def halves(found):
     """Decisions that keep all of the first layer of an iteration, and nothing of the others."""
     target = resolve("tpu:v5e:2x2")
-    regions = [r for r in found.regions if r.loops]
+    regions = [r for r in found.regions if r.nest.loops]
     first = {r.name for r in regions if r.name.endswith("_0")}
     assert 0 < len(first) < len(regions)
     return {
@@ -96,7 +97,7 @@ def test_a_loop_without_rows():
 
     args = ARGS[0][0], ARGS[1]
     found = trace(step, *args, grouping=Grouping(2))
-    assert [r.trips for r in found.regions] == [2, 2]
+    assert [r.nest.trips for r in found.regions] == [2, 2]
     assert_equal(jax.jit(under(found, halves(found), step))(*args), step(*args))
 
 
@@ -104,7 +105,7 @@ def test_a_loop_without_rows():
 def test_what_cannot_be_grouped_stays(layers, options):
     step = stack(layer, **options)
     found = trace(step, ARGS[0][:layers], ARGS[1], grouping=Grouping(2))
-    assert [region.trips for region in found.regions] == [layers]
+    assert [region.nest.trips for region in found.regions] == [layers]
 
 
 def test_a_loop_over_micro_batches_stays():
@@ -117,7 +118,8 @@ def test_a_loop_over_micro_batches_stays():
 
     args = ARGS[0], jnp.stack([ARGS[1]] * 4)
     found = trace(step, *args, grouping=Grouping(2))
-    assert [(r.trips, r.loops) for r in found.regions] == [(12, 2), (12, 2)]  # 4 of 3 pairs
+    # Three pairs in a loop, four times.
+    assert [r.nest for r in found.regions] == [Nest(kept=3, loops=1, repeats=4)] * 2
     got = jax.jit(under(found, halves(found), step))(*args)
     np.testing.assert_allclose(got, step(*args), rtol=1e-5, atol=1e-6)
 
@@ -193,8 +195,8 @@ def test_layers_apart_are_never_slower(share):
 def test_nested_results_equal_the_plain_step(framework):
     step, args = STEPS[framework](64, 32, scan=True)
     found = trace(step, *args, grouping=Grouping(3, nested=True))
-    in_loops = [r for r in found.regions if r.loops]
-    assert {(r.trips, r.loops) for r in in_loops} == {(LAYERS, 2)}
+    in_loops = [r for r in found.regions if r.nest.loops]
+    assert {(r.nest.trips, r.nest.loops) for r in in_loops} == {(LAYERS, 2)}
     values = [v.name for r in found.regions for v in residuals(r, resolve("tpu:v5e:2x2"))]
     run = jax.jit(under(found, dict.fromkeys(values, Decision.RECOMPUTE), step))
     assert {e.params["length"] for e in loops(run.trace(*args).jaxpr)} == {LAYERS // 3}

@@ -26,10 +26,11 @@ from jdelta._emit import Step, emit
 from jdelta._fusion import Compiler, storage
 from jdelta._graph import graph_of
 from jdelta._items import offload_refusal
+from jdelta._nest import walk
 from jdelta._policy import Policy
 from jdelta._residual import residuals
 from jdelta._target import resolve
-from jdelta._trace import trace, walk
+from jdelta._trace import trace
 from tests.planning import decided, under
 
 ROWS, WIDTH = 16, 16
@@ -245,7 +246,7 @@ def test_exactly_the_planned_residuals_are_kept(kind, remat, choice):
     assert len(names - saved) <= len(found.regions)  # a region's output, the input of the next one
     carried = stacked(kept) - planned(saved & looped)  # what enters each iteration of a loop
     assert stacked(kept) >= planned(saved & looped)
-    assert carried.total() <= sum(region.loops > 0 for region in found.regions)
+    assert carried.total() <= sum(region.nest.loops > 0 for region in found.regions)
     joined = sized(a for a, what in kept if what.startswith("output of cond"))
     assert joined <= planned(saved & branched)  # one buffer serves both branches
     assert bool(joined) is bool(saved & branched)
@@ -262,7 +263,7 @@ def sized(avals):
 def count(primitive, fun):
     """How often a step runs a primitive; JAX leaves dead ones to XLA, the graph does not."""
     operations = walk(graph_of(jax.make_jaxpr(fun)(*arguments())))
-    return sum(trips for op, trips, _ in operations if op.primitive == primitive)
+    return sum(nest.trips for op, nest in operations if op.primitive == primitive)
 
 
 @MARKS
@@ -412,7 +413,7 @@ def test_a_unit_in_a_branch_is_planned_but_not_offloaded():
     w, x = jnp.zeros((512, 512)), jnp.zeros((1024, 512))
     found, priced, decisions = decided(jax.grad(loss), keep_all, w, x)
     (region,) = found.regions
-    assert (region.conditional, region.loops) == (True, 0)
+    assert (region.conditional, region.nest.loops) == (True, 0)
     target = resolve("tpu:v5e:2x2")
     assert {offload_refusal(r, target) for r in priced} == {
         "in a branch of a cond, where XLA fails on offloaded values"

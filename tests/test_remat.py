@@ -57,7 +57,7 @@ def emitted(loss, saved=()):
     @functools.wraps(loss)
     def run(*args):
         found = trace(jax.grad(loss), *args)
-        regions = tuple((region.name, region.loops) for region in found.regions)
+        regions = tuple((region.name, region.nest.loops) for region in found.regions)
         policy = Policy(frozenset(saved), frozenset(), frozenset(), regions)
         with _jax.session_context(Session(policy, found.aliases)):
             return loss(*args)
@@ -335,7 +335,7 @@ def test_linen_class_under_scan():
     params = variables["params"]
     run = functools.partial(loss, marked)
     (region,) = trace(jax.grad(run), params).regions
-    assert (region.name, region.trips, region.loops) == ("h", 3, 1)
+    assert (region.name, region.nest.trips, region.nest.loops) == ("h", 3, 1)
     expected = jax.grad(functools.partial(loss, plain))(params)
     for saved in ((), ("h/tanh",)):
         assert_close(jax.grad(emitted(run, saved))(params), expected, rtol=1e-4)

@@ -19,12 +19,13 @@ from jdelta import Decision, _jax
 from jdelta._automatic import with_regions
 from jdelta._graph import graph_of
 from jdelta._items import items_of
+from jdelta._nest import walk
 from jdelta._policy import Policy
 from jdelta._primitives import MATMULS
 from jdelta._residual import residuals
 from jdelta._solver import Knapsack, Milp
 from jdelta._target import resolve
-from jdelta._trace import trace, walk
+from jdelta._trace import trace
 from tests.planning import planned, under
 
 STEPS = {
@@ -106,10 +107,10 @@ def test_exactly_the_planned_residuals_are_stacked_by_a_loop(step):
         found, decisions = planned(case.step, share, case.state, case.batch)
         run = under(found, decisions, case.grads)
         jaxpr = jax.make_jaxpr(run)(case.state, case.batch)
-        forward = next(loops_of(jaxpr, found.regions[0].trips))
+        forward = next(loops_of(jaxpr, found.regions[0].nest.trips))
         carry = _jax.scan_counts(forward.params)[1]
         stacks[share] = Counter(
-            (v.aval.size // found.regions[0].trips, str(v.aval.dtype))
+            (v.aval.size // found.regions[0].nest.trips, str(v.aval.dtype))
             for v in forward.outvars[carry:]
         )
     kept = residuals(found.regions[0], resolve("cpu"))
@@ -133,7 +134,7 @@ def test_what_is_kept_is_not_computed_again(step, remat):
 
 def products(jaxpr):
     """How many matrix products a step takes."""
-    return sum(trips for op, trips, _ in walk(graph_of(jaxpr)) if op.primitive in MATMULS)
+    return sum(nest.trips for op, nest in walk(graph_of(jaxpr)) if op.primitive in MATMULS)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-base", "resnet50"])

@@ -114,6 +114,41 @@ def test_loops_compute_the_same(layers, reverse, platform):
     check(looped(reverse=reverse), (stacked(layers), x), platform)
 
 
+def micro_batches(step):
+    """The step's gradients, summed over micro-batches in a loop."""
+
+    def run(ws, xs):
+        def one(total, x):
+            loss, grads = step(ws, x)
+            return jax.tree.map(jnp.add, total, jax.tree.map(jnp.asarray, grads)), loss
+
+        return jax.lax.scan(one, jax.tree.map(jnp.zeros_like, ws), xs)
+
+    return run
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("make", [looped, unrolled])
+def test_a_loop_around_the_gradient_is_timed_inside(make, platform):
+    layers = 4
+    ws = stacked(layers) if make is looped else list(stacked(layers))
+    step, args = micro_batches(make()), (ws, jax.random.normal(jax.random.key(1), (3, 4, 8)))
+    staged, gone = offloading(step, args)
+    jaxpr, _ = check(step, args, platform)
+    assert transfers(staged)[0] == gone
+    assert list(primitives(jaxpr)) != list(primitives(staged))
+    alone, _ = check(make(), (args[0], args[1][0]), platform)
+    inside = next(e for e in _jax.open_jaxpr(jaxpr).eqns if e.params.get("length") == 3)
+    assert transfers(inside.params["jaxpr"]) == transfers(alone)
+
+
+def primitives(jaxpr):
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        yield eqn.primitive.name
+        for inner in _jax.subjaxprs(eqn):
+            yield from primitives(inner)
+
+
 @jdelta.remat
 def three(w, x):  # what is offloaded is made at once
     h = x @ w

@@ -1,0 +1,112 @@
+"""Steps under a plan: compiled for a call, and refused where the plan is for another program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jdelta._budget import format_bytes
+from jdelta._call import Call, call_of, described, difference
+from jdelta._emit import Step, emit
+from jdelta._errors import BudgetError, PlanMismatchError
+from jdelta._measure import measure
+from jdelta._target import resolve
+from jdelta._trace import Trace, trace
+
+if TYPE_CHECKING:
+    from jdelta._plan import Plan
+
+
+class PlannedStep:
+    """A step under a plan, for arguments of the planned shapes."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        fun: Callable[..., Any],
+        donate: tuple[int, ...],
+        static: Any,
+        ready: Any,
+    ):
+        self.plan = plan
+        self._fun = fun
+        self._donate = donate
+        self._static = static
+        self._compiled = ready
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(call_of(self._fun, self.plan.static, args, kwargs))
+
+    def run(self, call: Call) -> Any:
+        """Run the step for a call that is taken apart already."""
+        if self._static is not None and call.static != self._static:
+            raise PlanMismatchError(
+                f"The step was planned for other static arguments: {self._static}, not "
+                f"{call.static}. Plan again for these, or use jdelta.jit, which does."
+            )
+        if self._compiled is None:
+            _check_arguments(self.plan, call)
+            self._compiled = compiled(self.plan, call, self._donate)
+            self._static = call.static
+        try:
+            results = self._compiled(*call.args)
+        except (TypeError, ValueError) as error:
+            _check_arguments(self.plan, call)
+            raise PlanMismatchError(
+                "The step was planned for other arguments than it was called with. Plan again for "
+                f"these, or use jdelta.jit, which does. JAX says: {error}"
+            ) from error
+        return call.finish(results)
+
+
+def _check_arguments(plan: Plan, call: Call) -> None:
+    changed = difference(plan.arguments, described(call.args))
+    if changed:
+        raise PlanMismatchError(
+            f"The plan was made for arguments of other shapes or dtypes: {changed}. Plan again for "
+            "these, or use jdelta.jit, which does."
+        )
+
+
+def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Compiled:
+    """Compile a step under a plan and check it against the budget."""
+    target = resolve(plan.target, call.args)
+    call = call.abstract(target)  # as planned
+    found = trace(call.fun, *call.args, grouping=plan.grouping, platform=target.platform)
+    if found.fingerprint != plan.fingerprint:
+        raise PlanMismatchError(_other_program(plan, found))
+    step = Step(
+        call.fun,
+        call.args,
+        call.donated(donate),
+        target,
+        dict(plan.aliases),
+        found.automatic,
+        plan.grouping,
+    )
+    emission = emit(step, plan.policy)
+    program, measurement = measure(emission.lower(), target, emission.options, executable=True)
+    if program is None or measurement.peak > plan.budget:
+        raise BudgetError(
+            f"Compiled with donate_argnums={donate} the step needs "
+            f"{format_bytes(measurement.peak)}, over the budget of {format_bytes(plan.budget)}; "
+            f"it was planned with donate_argnums={plan.donate_argnums}."
+        )
+    return program
+
+
+def _other_program(plan: Plan, found: Trace) -> str:
+    """What to say of a program that a plan was not made for."""
+    planned, here = {r.region for r in plan.residuals}, {r.name for r in found.regions}
+    differences = [
+        f"{what} {', '.join(sorted(names)[:5])}"
+        for what, names in (("it lacks", planned - here), ("it has", here - planned))
+        if names
+    ]
+    return (
+        f"The plan was made for program {plan.fingerprint}, this is {found.fingerprint}, of equal "
+        f"arguments: {' and '.join(differences) or 'its units have the same names'}. The code, or "
+        "the version of JAX or Flax, is another. Plan this program."
+    )

@@ -1,0 +1,55 @@
+"""The table of frameworks says what is true."""
+
+import equinox as eqx
+import haiku as hk
+import jax.numpy as jnp
+import pytest
+from compilers import needs_cuda
+
+import jdelta
+from tests import matrix
+
+EVERY = pytest.mark.parametrize(("framework", "scan", "marks"), matrix.ROWS)
+
+
+def written():
+    return matrix.PAGE.read_text(encoding="utf-8").removeprefix(matrix.HEAD).splitlines()
+
+
+def cells(*row):
+    """What the page says of a form: units, equal, fits."""
+    name = matrix.line(*row, "", "", "").split(" |")[:3]
+    (found,) = [text for text in written() if text.split(" |")[:3] == name]
+    return [cell.strip(" |") for cell in found.split(" |")[3:6]]
+
+
+def test_the_page_has_every_form_once():
+    assert matrix.PAGE.read_text(encoding="utf-8").startswith(matrix.HEAD)
+    assert len(written()) == len(matrix.ROWS)
+    assert all(cells(*row) for row in matrix.ROWS)
+
+
+@EVERY
+def test_units_and_results_are_as_written(framework, scan, marks):
+    units, equal, _ = cells(framework, scan, marks)
+    assert (units, equal) == matrix.small(framework, scan, marks)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("framework", "scan", "marks"),
+    [pytest.param(*row, marks=() if row[1] else needs_cuda) for row in matrix.ROWS],
+)
+def test_what_is_said_to_fit_fits(framework, scan, marks):
+    fits = cells(framework, scan, marks)[2]
+    assert fits == f"{matrix.large(framework, scan, marks)} on `{matrix.target(scan)}`"
+
+
+@pytest.mark.parametrize("module", [eqx.Module, hk.Module])
+def test_classes_that_cannot_be_marked_are_refused(module):
+    class Block(module):
+        def __call__(self, x):
+            return jnp.tanh(x)
+
+    with pytest.raises(TypeError, match=r"Of a class of Equinox or Haiku, mark the method"):
+        jdelta.remat(Block)
