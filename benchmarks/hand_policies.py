@@ -56,12 +56,17 @@ def cells(r: Row) -> list[str]:
     ]
 
 
+def markdown(rows: list[Row]) -> str:
+    """The rows as the docs show them."""
+    return record.table(HEADS, map(cells, rows))
+
+
 def main() -> None:
     parser = record.parser(__doc__, steps.STEPS, steps.TARGETS)
     parser.add_argument(
         "--policy", action="append", choices=policies.POLICIES, metavar="NAME", help="default: all"
     )
-    options = parser.parse_args()
+    options = record.options(parser, markdown)
     jobs = record.jobs(
         options.target or steps.TARGETS,
         options.step or steps.STEPS,

@@ -31,6 +31,7 @@ TARGETS = ("tpu:v5e:2x2", "cuda:h100")
 LIMITS = {"plan 10%": 0.1, "plan": None}
 METHODS = ("plain", "hand", *LIMITS)
 RESOLUTION = 32
+HEADS = ["step", "target", "memory", "method", "batch", "over plain", "added"]
 
 
 def row(step: str, target: str, method: str, memory: str | None = None, **options: Any) -> Row:
@@ -128,11 +129,16 @@ def cells(r: Row, rows: list[Row]) -> list[str]:
     return [r["step"], r["target"], room, r["method"], str(r["batch"]), times, added]
 
 
+def markdown(rows: list[Row]) -> str:
+    """The rows as the docs show them."""
+    return record.table(HEADS, (cells(r, rows) for r in rows))
+
+
 def main() -> None:
     parser = record.parser(__doc__, STEPS, TARGETS)
     parser.add_argument("--memory", help="such as 16GiB; default: what the target has")
     parser.add_argument("--method", action="append", choices=METHODS, help="default: all")
-    options = parser.parse_args()
+    options = record.options(parser, markdown)
     jobs = record.jobs(
         options.target or TARGETS,
         options.step or STEPS,
@@ -140,8 +146,7 @@ def main() -> None:
         memory=[options.memory],
     )
     rows = record.run(jobs, row, options.json)
-    heads = ["step", "target", "memory", "method", "batch", "over plain", "added"]
-    record.show("largest batch", heads, (cells(r, rows) for r in rows))
+    record.show("largest batch", HEADS, (cells(r, rows) for r in rows))
 
 
 if __name__ == "__main__":

@@ -96,10 +96,15 @@ def jobs(step: str, target: str, kinds: list[str]) -> Iterator[dict[str, Any]]:
             yield {"step": step, "target": target, "of": of, "saving": saving}
 
 
+def markdown(rows: list[Row]) -> str:
+    """The rows as the docs show them."""
+    return record.table(HEADS, map(cells, rows))
+
+
 def main() -> None:
     parser = record.parser(__doc__, steps.STEPS, steps.TARGETS)
     parser.add_argument("--of", action="append", choices=KINDS, help="default: all")
-    options = parser.parse_args()
+    options = record.options(parser, markdown)
     todo = [
         job
         for target in options.target or steps.TARGETS
