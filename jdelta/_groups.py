@@ -57,6 +57,7 @@ def grouped(
         unroll == 1
         and count > session.grouping.layers > 1
         and count % session.grouping.layers == 0
+        and not any(_jax.on_host(jax.typeof(x)) for x in jax.tree.leaves(xs))  # TPUs reshape none
         and _is_stack(f, init, xs, session)
     ):
         views = jax.tree.map(lambda x: _split(x, session.grouping.layers), xs)

@@ -35,11 +35,11 @@ def searches(monkeypatch):
     made = []
 
     class Counted(_planner.Search):
-        def run(self, budget):
+        def run(self, budget, *most):
             made.append(budget)
-            return super().run(budget)
+            return super().run(budget, *most)
 
-    monkeypatch.setattr("jdelta._plan.Search", Counted)
+    monkeypatch.setattr("jdelta._layers.Search", Counted)
     return made
 
 

@@ -247,13 +247,13 @@ def test_each_offloaded_value_crosses_the_link_once_each_way(platform, parts):
     assert transfers(jaxpr) == (gone + parts + arrays, gone + parts)
 
 
-def test_a_value_of_odd_shape_that_is_alone_is_copied_as_it_is():
+def test_a_value_of_odd_length_that_is_alone_is_split_along_another_axis():
     def step(w, x):
         return jax.value_and_grad(lambda w: jnp.sum(layer(w, x) ** 2))(w)
 
     x = jax.random.normal(jax.random.key(1), (3, 8))
     jaxpr, gone = check(step, (stacked(1)[0], x), "tpu", away=("*/tanh",))
-    assert (gone, transfers(jaxpr)) == (1, (1, 1))
+    assert (gone, transfers(jaxpr)) == (1, (3, 2))
 
 
 def test_fetches_of_a_tpu_follow_the_cotangent_and_each_other():

@@ -285,8 +285,9 @@ def test_plans_fit(habit, remat):
     plan = jdelta.plan(step, 0.6, state, batch, target=TPU, donate_argnums=0)
     assert plan.compiled_peak <= plan.budget < plan.ceiling
     assert Decision.RECOMPUTE in plan.decisions.values()
-    hosted = habit in ("host state", "streamed weights")
-    assert plan.host_bytes == pytest.approx(bytes_of(state) if hosted else 0, rel=1e-3)
+    # The compiler writes weights that it streams beside the old ones, in the plain step too.
+    copies = {"host state": 1, "streamed weights": 2}.get(habit, 0)
+    assert plan.host_bytes == pytest.approx(copies * bytes_of(state), rel=1e-3)
 
 
 @pytest.mark.compiler
