@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 import jdelta
 from benchmarks import programs, record
+from benchmarks.budgets import HEADS, cells
 from benchmarks.models import Case, build
-from benchmarks.record import Row, bound, mib, share
+from benchmarks.record import Row
 from jdelta._target import resolve
 
 
@@ -103,26 +104,6 @@ def row(step: str, target: str, share: float) -> Row:
     figures, _ = programs.plan(marked, int(share * room), target)
     seconds = time.perf_counter() - start
     return {"plain": plain.peak, "plain_refused": plain.refused, **figures, "seconds": seconds}
-
-
-HEADS = "step target budget plain floor predicted compiled error use overhead compiles".split()
-
-
-def cells(r: Row) -> list[str]:
-    """One line of the table; sizes in MiB per device."""
-    head = [r["step"], r["target"], mib(r["budget"]), mib(r["plain"])]
-    if "error" in r:
-        return [*head, mib(r["floor"]), "-", "below floor", *"----"]
-    return [
-        *head,
-        bound(r, "floor"),
-        mib(r["predicted_peak"]),
-        mib(r["compiled_peak"]),
-        f"{r['predicted_peak'] / r['compiled_peak'] - 1:+.1%}",
-        share(r["compiled_peak"], r["budget"]),
-        share(r["overhead"], r["step_seconds"]),
-        str(r["compiles"]),
-    ]
 
 
 def markdown(rows: list[Row]) -> str:

@@ -86,7 +86,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
             return step.fun(*args)
 
     platform = step.target.platform
-    traced = _traced(jax.jit(planned, donate_argnums=step.donate), step, policy)
+    traced = first = _traced(jax.jit(planned, donate_argnums=step.donate), step, policy)
     graph = _graph(step, traced)
     if policy is not None:
         _check_names(policy, {str(op.name) for op, _ in walk(graph) if op.name})
@@ -95,7 +95,8 @@ def emit(step: Step, policy: Policy | None) -> Emission:
             traced = _again(step, traced, run)
         if policy.offloaded and platform in TIMED:
             traced = _again(step, traced, _timed(step, traced, least=policy.least))
-        graph = _graph(step, traced)
+        if traced is not first:
+            graph = _graph(step, traced)
 
     def lower() -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=(platform,))

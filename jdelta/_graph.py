@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdelta import _jax
+from jdelta import _jax, _transfer
 from jdelta._jax import Atom, Eqn, Jaxpr, Var
 from jdelta._naming import scope_path
 from jdelta._shardy import UNSHARDED, Shardings, Spec, local_shape
@@ -321,7 +321,7 @@ class _Builder:
         )
 
     def _primitive(self, eqn: Eqn, inputs: Sequence[int | None], outputs: Sequence[int]) -> str:
-        if _jax.is_transfer(eqn):
+        if _transfer.is_transfer(eqn):
             return TRANSFER
         if eqn.primitive.name not in _CONSTRAINTS or inputs[0] is None:
             return eqn.primitive.name

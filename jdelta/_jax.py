@@ -11,8 +11,8 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
@@ -133,13 +133,17 @@ def consts_of(jaxpr: Jaxpr) -> list[Any]:
 
 
 def rebuild(
-    jaxpr: Jaxpr, eqns: Sequence[Eqn], outvars: Sequence[Atom], new_consts: dict[Var, Any]
+    jaxpr: Jaxpr,
+    eqns: Sequence[Eqn],
+    outvars: Sequence[Atom],
+    new_consts: Mapping[Var, Any] = MappingProxyType({}),
+    invars: Sequence[Var] | None = None,
 ) -> Jaxpr:
-    """A closed jaxpr like ``jaxpr`` with other equations, outputs and further constants."""
+    """A closed jaxpr like ``jaxpr`` with other equations, outputs, inputs and further constants."""
     inner = open_jaxpr(jaxpr)
     raw = core.Jaxpr(
         [*inner.constvars, *new_consts],
-        list(inner.invars),
+        list(inner.invars if invars is None else invars),
         list(outvars),
         list(eqns),
         inner.effects,
@@ -177,9 +181,9 @@ def evaluate_with(
         if index in instead:
             env.update(zip(eqn.outvars, instead[index](env), strict=True))
         else:
-            one = open_jaxpr(single(eqn))
-            results = evaluate(single(eqn), *read(env, one.invars))
-            env.update(zip(one.outvars, results, strict=True))
+            one = single(eqn)
+            results = evaluate(one, *read(env, open_jaxpr(one).invars))
+            env.update(zip(open_jaxpr(one).outvars, results, strict=True))
         if index in after:
             after[index](env)
     return read(env, inner.outvars)
@@ -495,98 +499,3 @@ def has_explicit_axes(aval: Any) -> bool:
     """Whether the type of a value says how it is cut over the axes of a mesh."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return mesh is not None and jax.sharding.AxisType.Explicit in (mesh.axis_types or ())
-
-
-def crosses_to_host(eqn: Eqn) -> bool:
-    """Whether the equation copies a value from the device to the host."""
-    return is_transfer(eqn) and on_host(eqn.outvars[0].aval)
-
-
-def crosses_to_device(eqn: Eqn) -> bool:
-    """Whether the equation fetches a value from the host."""
-    return is_transfer(eqn) and on_host(eqn.invars[0].aval)
-
-
-def has_transfers(jaxpr: Jaxpr) -> bool:
-    """Whether a program copies values between device and host memory, loops looked into."""
-    return any(
-        is_transfer(eqn) or any(map(has_transfers, subjaxprs(eqn)))
-        for eqn in open_jaxpr(jaxpr).eqns
-    )
-
-
-def is_transfer(eqn: Eqn) -> bool:
-    """Whether the equation copies a value between device and host memory."""
-    if eqn.primitive.name != "device_put" or len(eqn.invars) != 1 or not is_var(eqn.invars[0]):
-        return False
-    return on_host(eqn.invars[0].aval) != on_host(eqn.outvars[0].aval)
-
-
-def with_fetched_inputs(closed: Jaxpr) -> tuple[Jaxpr, list[bool]]:
-    """The program taking from the device what it would fetch from the host at once.
-
-    An input on the host that the program only fetches is replaced by the fetched value.
-
-    Returns:
-        The program, and for each input whether it was replaced.
-    """
-    inner = open_jaxpr(closed)
-    fetches = {e.invars[0]: e for e in inner.eqns if crosses_to_device(e)}
-    reads = Counter(v for e in inner.eqns for v in e.invars if is_var(v))
-    reads.update(v for v in inner.outvars if is_var(v))
-    replaced = [v in fetches and reads[v] == 1 for v in inner.invars]
-    gone = {
-        id(fetches[v]) for v, is_replaced in zip(inner.invars, replaced, strict=True) if is_replaced
-    }
-    raw = core.Jaxpr(
-        list(inner.constvars),
-        [fetches[v].outvars[0] if r else v for v, r in zip(inner.invars, replaced, strict=True)],
-        list(inner.outvars),
-        [e for e in inner.eqns if id(e) not in gone],
-        inner.effects,
-        inner.debug_info.with_unknown_names(),
-    )
-    return core.ClosedJaxpr(raw, consts_of(closed)), replaced
-
-
-def with_copies_left_out(
-    closed: Jaxpr, skip: int, which: Sequence[bool]
-) -> tuple[Jaxpr, list[bool]]:
-    """The program returning from the device what it would copy to the host last.
-
-    Args:
-        closed: The program.
-        skip: How many of its first results to leave alone.
-        which: For each further result whether its copy is to be left out.
-
-    Returns:
-        The program, and for each further result whether a copy of it was left out.
-    """
-    inner = open_jaxpr(closed)
-    copies = {e.outvars[0]: e.invars[0] for e in inner.eqns if crosses_to_host(e)}
-    rest = inner.outvars[skip:]
-    away = [w and is_var(v) and v in copies for v, w in zip(rest, which, strict=True)]
-    near = [copies[v] if is_away else v for v, is_away in zip(rest, away, strict=True)]
-    return rebuild(closed, inner.eqns, [*inner.outvars[:skip], *near], {}), away
-
-
-def copied_once(closed: Jaxpr) -> Jaxpr:
-    """The program copying to the host once what it copies there under several names."""
-    inner = open_jaxpr(closed)
-    named: dict[Var, Var] = {}
-    first: dict[Var, Var] = {}
-    became: dict[Var, Var] = {}
-    eqns: list[Eqn] = []
-    for eqn in inner.eqns:
-        eqn = eqn.replace(invars=[became.get(v, v) if is_var(v) else v for v in eqn.invars])
-        if named_value(eqn) is not None and is_var(eqn.invars[0]):
-            named[eqn.outvars[0]] = named.get(eqn.invars[0], eqn.invars[0])
-        if crosses_to_host(eqn):
-            source = named.get(eqn.invars[0], eqn.invars[0])
-            copy = first.setdefault(source, eqn.outvars[0])
-            if copy is not eqn.outvars[0]:
-                became[eqn.outvars[0]] = copy
-                continue
-        eqns.append(eqn)
-    outvars = [became.get(v, v) if is_var(v) else v for v in inner.outvars]
-    return rebuild(closed, eqns, outvars, {})

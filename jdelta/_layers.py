@@ -18,25 +18,6 @@ from jdelta._region import AS_WRITTEN, Grouping
 from jdelta._solver import Solver
 from jdelta._trace import Trace
 
-ROW_PASSES = 6
-"""Times that what layers have rows of passes through memory more if an iteration runs several: 5.4
-by the instructions of a compiled GPT-2 (jax 0.12.0.1, cuda:h100, three layers)."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """A plan, and the step that it is for.
-
-    Attributes:
-        trace: The step, its loops run as in the plan.
-        search: What found the plan.
-        found: The plan.
-    """
-
-    trace: Trace
-    search: Search
-    found: Found
-
 
 @dataclass(frozen=True)
 class Planning:
@@ -58,80 +39,63 @@ class Planning:
     solver: Solver
     per_layer: bool
 
-    def result(self, budget: Budget) -> Result:
+    def result(self, budget: Budget) -> tuple[Search, Found]:
         """Search until the budget is used, or no way of running the loops promises more.
+
+        Returns:
+            The plan, and the search that found it.
 
         Raises:
             BudgetError: The budget is below the least peak that the step can reach.
             OffloadError: What the user pinned to the host is not there in the compiled program.
         """
-        first = self._begin(AS_WRITTEN)
-        bound = first.search.bound(budget)
-        trips = {r.name: r.nest.kept for r in first.trace.regions if r.nest.loops}
-        if not trips or not self.per_layer or self.pin:
-            return first.run(bound)
-        may_be_apart = first.search.step.target.platform in GROUPS
+        search = self._search(AS_WRITTEN)
+        bound = search.bound(budget)
+        if not search.trace.trips or not self.per_layer or self.pin:
+            return search, search.run(bound)
+        may_be_apart = search.step.target.platform in GROUPS
         try:
-            result = first.run(bound, EARLY if may_be_apart else MOST_COMPILES)
+            found = search.run(bound, EARLY if may_be_apart else MOST_COMPILES)
         except BudgetError as error:
-            return self._nested(first, bound, max(trips.values()), error)
-        is_done = result.found.is_good or not may_be_apart
-        return result if is_done else self._apart(result, bound, trips)
+            return self._nested(search, bound, error)
+        is_done = found.is_good or not may_be_apart
+        return (search, found) if is_done else self._apart(search, found)
 
-    def _begin(self, grouping: Grouping, before: Search | None = None) -> _Begun:
+    def _search(self, grouping: Grouping, before: Search | None = None) -> Search:
         trace = self.traced(grouping)
         step = self.step(trace)
-        rates = step.target.rates
         residuals = with_boundaries(trace, step.target)
         items = items_of(residuals, step.target, self.host_room, self.pin)
-        splitting = ROW_PASSES * trace.row_bytes / rates.bandwidth
-        search = Search(
-            step,
-            items,
-            trace.loops,
-            self.solver,
-            trace.fingerprint,
-            splitting,
-            before,
-            trace.partly,
-        )
-        return _Begun(trace, search)
+        return Search(step, items, trace, self.solver, before)
 
-    def _nested(self, first: _Begun, bound: int, trips: int, error: BudgetError) -> Result:
+    def _nested(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:
         """Nested checkpoints, since everything else needs more than the budget."""
-        layers = _near_root(trips)
+        layers = _near_root(max(first.trace.trips.values()))
         if layers == 1:
             raise error
+        search = self._search(Grouping(layers, nested=True), first)
         try:
-            return self._begin(Grouping(layers, nested=True), first.search).run(bound)
+            return search, search.run(bound)
         except BudgetError as other:
             raise min(error, other, key=lambda e: e.floor or math.inf) from None
 
-    def _apart(self, result: Result, bound: int, trips: Mapping[str, int]) -> Result:
+    def _apart(self, first: Search, alike: Found) -> tuple[Search, Found]:
         """The best plan with layers decided alike or apart."""
-        grouping = result.search.better_grouping(result.found, trips)
+        bound, search, found = alike.budget, first, alike
+        grouping = first.better_grouping(alike)
         if grouping:
+            other = self._search(grouping, first)
             with contextlib.suppress(BudgetError):
-                apart = self._begin(grouping, result.search).run(bound)
-                if apart.found.best.overhead < result.found.best.overhead:
-                    result = apart
-        if result.trace.grouping == AS_WRITTEN:
-            result = _Begun(result.trace, result.search).run(bound)
-        known = result.search.known_grouping(bound, result.found.best.overhead)
-        if known is None or known == result.trace.grouping:
-            return result
-        return self._begin(known, result.search).run(bound)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A search that has not ended."""
-
-    trace: Trace
-    search: Search
-
-    def run(self, bound: int, most: int = MOST_COMPILES) -> Result:
-        return Result(self.trace, self.search, self.search.run(bound, most))
+                apart = other.run(bound)
+                if apart.best.overhead < alike.best.overhead:
+                    search, found = other, apart
+        if search is first:
+            found = first.run(bound)
+        known = search.known_grouping(bound, found.best.overhead)
+        if known is None or known == search.trace.grouping:
+            return search, found
+        search = self._search(known, search)
+        return search, search.run(bound)
 
 
 def _near_root(count: int) -> int:

@@ -33,7 +33,9 @@ class Nest:
         return self.kept * self.repeats
 
     def inside(self, op: Operation) -> Nest:
-        """The loops around the operations in the body of a loop."""
+        """The loops around the operations in the body of a loop, or in a branch of a ``cond``."""
+        if op.primitive == "cond":
+            return self
         if op.differentiated or self.loops:
             return Nest(self.kept * op.trips, self.loops + 1, self.repeats)
         return Nest(self.kept, self.loops, self.repeats * op.trips)
@@ -48,4 +50,4 @@ def walk(graph: Graph, nest: Nest = OUTSIDE) -> Iterator[tuple[Operation, Nest]]
     for op in graph.operations:
         yield op, nest
         for body in op.bodies:
-            yield from walk(body, nest if op.primitive == "cond" else nest.inside(op))
+            yield from walk(body, nest.inside(op))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jdelta import _jax
+from jdelta import _jax, _transfer
 from jdelta._chips import Rates
 from jdelta._cost import program_seconds
 from jdelta._graph import graph_of
@@ -109,7 +109,7 @@ def forward_loop(
     """
     loop = Scan.of(eqn, inputs)
     stacks = eqn.outvars[loop.n_carry :]
-    body, away = _jax.with_copies_left_out(
+    body, away = _transfer.with_copies_left_out(
         loop.body, loop.n_carry, [v in may_be_late for v in stacks]
     )
     made_empty = [_zeros(v) for v, is_away in zip(loop.stacked(body), away, strict=True) if is_away]

@@ -407,14 +407,13 @@ def _plan(
         aliases, automatic = found.aliases, found.automatic
         return Step(call.fun, placed, donate, where, aliases, automatic, found.grouping)
 
-    planned = Planning(traced, step, host_room, pin, solver, per_layer).result(bound)
-    found, result = planned.trace, planned.found
-    best = result.best
+    search, result = Planning(traced, step, host_room, pin, solver, per_layer).result(bound)
+    found, best = search.trace, result.best
     measurement: Measurement | None = best.measurement
     assert measurement is not None
     return Plan(
         policy=best.emission.policy,
-        residuals=planned.search.items.residuals,
+        residuals=search.items.residuals,
         budget=result.budget,
         predicted_peak=best.predicted,
         compiled_peak=best.peak,

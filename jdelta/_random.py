@@ -43,7 +43,7 @@ def with_written_bits(closed: Jaxpr) -> Jaxpr:
             body = with_written_bits(eqn.params["jaxpr"])
             eqn = eqn.replace(params={**eqn.params, "jaxpr": body})
         eqns.append(eqn)
-    return _jax.rebuild(closed, eqns, inner.outvars, {})
+    return _jax.rebuild(closed, eqns, inner.outvars)
 
 
 def _made_of_bits(eqns: Sequence[Eqn]) -> set[Var]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax import lax
 
-from jdelta import _jax
+from jdelta import _jax, _transfer
 from jdelta._jax import Eqn, Jaxpr
 
 
@@ -43,7 +43,7 @@ class Scan:
 
     def fetched(self) -> tuple[Jaxpr, list[bool]]:
         """The body taking rows fetched already, and which of its rows those are."""
-        body, fetched = _jax.with_fetched_inputs(self.body)
+        body, fetched = _transfer.with_fetched_inputs(self.body)
         return body, fetched[self.n_consts + self.n_carry :]
 
     def stacked(self, body: Jaxpr) -> list[Any]:

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdelta import _jax
+from jdelta import _jax, _transfer
 from jdelta._chips import Rates
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop
@@ -83,7 +83,7 @@ def timed(
     Returns:
         A function of the flat arguments of ``closed`` to its flat results.
     """
-    program = _jax.copied_once(_jax.inline(closed))
+    program = _transfer.copied_once(_jax.inline(closed))
     timing = _Timing(program, Clock(rates, platform, shardings(program)), least)
 
     def run(*args: Any) -> list[Any]:
@@ -205,7 +205,7 @@ class _Timing:
             for v in self.eqns[index].invars
             if _jax.is_var(v) and v in made
         ]
-        program = _jax.rebuild(self.program, forward, ended, {})
+        program = _jax.rebuild(self.program, forward, ended)
         return list(itertools.accumulate(self.clock.each(program), initial=0.0))
 
     def _time_copies(self) -> None:
@@ -223,7 +223,7 @@ class _Timing:
         stops, slack = self._stops(), SLACK if self.tied else 1.0
         ends = [-1] * IN_FLIGHT
         for index, eqn in enumerate(forward):
-            if not _jax.crosses_to_host(eqn):
+            if not _transfer.crosses_to_host(eqn):
                 continue
             begin = max(index, ends[-IN_FLIGHT] + 1) if self.tied else index
             if begin > index:
@@ -241,7 +241,7 @@ class _Timing:
     def _seconds_out(self, eqn: Eqn) -> float:
         """Seconds that an equation keeps the link to the host busy."""
         rate = self.clock.rates.device_to_host
-        return self._bytes(eqn.outvars) / rate if _jax.crosses_to_host(eqn) else 0.0
+        return self._bytes(eqn.outvars) / rate if _transfer.crosses_to_host(eqn) else 0.0
 
     def _bytes(self, values: Sequence[Var]) -> float:
         return float(sum(map(self.clock.bytes, values)))
@@ -251,7 +251,7 @@ class _Timing:
 
         With explicit axes slices of a stack would each need a sharding of their own: none is made.
         """
-        made = {e.outvars[0] for e in self.eqns if _jax.crosses_to_host(e)}
+        made = {e.outvars[0] for e in self.eqns if _transfer.crosses_to_host(e)}
         made = {v for v in made if not _jax.has_explicit_axes(v.aval)}
         for eqn in self.eqns:
             fetched = _host_inputs(eqn) if _jax.is_shielded(eqn) else ()
@@ -296,7 +296,7 @@ class _Timing:
             for v in eqn.invars
             if _jax.is_var(v) and not _jax.on_host(v.aval)
         }
-        kept.update(e.invars[0] for e in forward if _jax.crosses_to_host(e))
+        kept.update(e.invars[0] for e in forward if _transfer.crosses_to_host(e))
         return self._path(kept)
 
     def _path(self, among: set[Var]) -> dict[int, Var]:
@@ -324,7 +324,7 @@ class _Timing:
 
 def _host_inputs(eqn: Eqn) -> list[Var]:
     """Host values that a backward unit fetches itself, so that they can be fetched for it."""
-    _, fetched = _jax.with_fetched_inputs(_jax.subjaxpr(eqn))
+    _, fetched = _transfer.with_fetched_inputs(_jax.subjaxpr(eqn))
     return [v for v, is_fetched in zip(eqn.invars, fetched, strict=True) if is_fetched]
 
 
@@ -345,13 +345,13 @@ class _Evaluation:
             for number, index in enumerate(timing.units)
         }
         for index, eqn in enumerate(timing.eqns):
-            if _jax.crosses_to_host(eqn) and eqn.outvars[0] in self.stacks.slots:
+            if _transfer.crosses_to_host(eqn) and eqn.outvars[0] in self.stacks.slots:
                 instead[index] = functools.partial(self._write, eqn)
             elif eqn.primitive.name == "scan" and any(map(_is_host, eqn.outvars)):
                 instead[index] = functools.partial(self._forward_loop, eqn)
             elif eqn.primitive.name == "scan" and any(map(_is_host, eqn.invars)):
                 instead[index] = functools.partial(self._backward_loop, eqn)
-            elif eqn.primitive.name == "scan" and _jax.has_transfers(eqn.params["jaxpr"]):
+            elif eqn.primitive.name == "scan" and _transfer.has_transfers(eqn.params["jaxpr"]):
                 instead[index] = functools.partial(self._outer_loop, eqn)
         late = [index for _, copies in timing.starts.values() for index in copies]
         instead.update((index, lambda _: [None]) for index in late)
@@ -400,7 +400,7 @@ class _Evaluation:
         if number == 0:
             last = [v for v in eqn.invars if _jax.is_var(v) and not _is_host(v)][-1]
             self._fetch(0, [last, *self.timing.early], env)
-        body, _ = _jax.with_fetched_inputs(_jax.subjaxpr(eqn))
+        body, _ = _transfer.with_fetched_inputs(_jax.subjaxpr(eqn))
         inputs = [
             self.device[v] if _is_host(v) and v in self.device else x
             for v, x in zip(eqn.invars, _jax.read(env, eqn.invars), strict=True)

@@ -75,6 +75,11 @@ class Trace:
         return {region.name: region.nest.loops for region in self.regions}
 
     @property
+    def trips(self) -> dict[str, int]:
+        """From the name of each region in a loop that keeps its values to how many it keeps."""
+        return {region.name: region.nest.kept for region in self.regions if region.nest.loops}
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of what the layers of loops have rows of: their weights."""
         return _row_bytes(self.graph)

@@ -18,6 +18,7 @@ from jdelta._solver import Knapsack
 from jdelta._target import resolve
 from jdelta._trace import trace
 from tests.planning import decided, under
+from tests.stacks import STACKS, scanned, unrolled
 
 WIDTH, ROWS = 4, 3
 W = 0.4 * jax.random.normal(jax.random.key(0), (2, WIDTH, WIDTH))
@@ -53,19 +54,6 @@ def unit(w, x):
 
 def with_custom_vjp(w, x):
     return bell(unit(w, x))
-
-
-def unrolled(unit, w, x):
-    for i in range(2):
-        x = unit(w[i], x)
-    return jnp.sum(x**2)
-
-
-def scanned(unit, w, x):
-    return jnp.sum(jax.lax.scan(lambda x, w: (unit(w, x), None), x, w)[0] ** 2)
-
-
-STACKS = pytest.mark.parametrize("stack", [unrolled, scanned])
 
 
 def assert_close(got, expected, rtol=1e-4):
@@ -289,9 +277,7 @@ def searched(step, pin):
     found = trace(step, *args)
     priced = [r for region in found.regions for r in residuals(region, target)]
     items = items_of(priced, target, math.inf, pin)
-    return Search(
-        Step(step, args, (), target, found.aliases), items, found.loops, Knapsack(), "", 0.0
-    )
+    return Search(Step(step, args, (), target, found.aliases), items, found, Knapsack())
 
 
 def large_penalty(w):

@@ -13,10 +13,11 @@ from jax._src import config
 from jax.ad_checkpoint import checkpoint_name
 
 import jdelta
-from jdelta import Decision, PlanMismatchError, _jax
+from jdelta import Decision, PlanMismatchError
 from jdelta._automatic import with_regions
 from jdelta._policy import Policy
 from tests.planning import decided, under
+from tests.stacks import STACKS, kept, scanned, unrolled
 
 W = 0.4 * jax.random.normal(jax.random.key(0), (3, 8, 8))
 X = jax.random.normal(jax.random.key(1), (4, 8))
@@ -27,17 +28,6 @@ def unit(w, x):
     return x + jax.checkpoint(lambda h: jnp.exp(jnp.sin(h)))(h) @ w
 
 
-def unrolled(unit, w, x):
-    for i in range(3):
-        x = unit(w[i], x)
-    return jnp.mean(x**2)
-
-
-def scanned(unit, w, x):
-    return jnp.mean(jax.lax.scan(lambda x, w: (unit(w, x), None), x, w)[0] ** 2)
-
-
-STACKS = pytest.mark.parametrize("stack", [unrolled, scanned])
 MARKS = pytest.mark.parametrize("mark", [jdelta.remat, lambda f: f], ids=["marked", "found"])
 
 
@@ -45,19 +35,6 @@ def mixed(i, r):
     return (Decision.SAVE, Decision.OFFLOAD if r.shape else Decision.SAVE, Decision.RECOMPUTE)[
         i % 3
     ]
-
-
-def kept(loss, *args):
-    """What a function keeps: types, places and names; `saved_residuals` of jax 0.10 fails here."""
-    linear = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.linearize(loss, *args)[1]))(*args)
-    program = _jax.open_jaxpr(linear)
-    maker = {eqn.outvars[0]: eqn for eqn in program.eqns if eqn.outvars}
-    found = set()
-    for var in filter(_jax.is_var, program.outvars):
-        while var in maker and maker[var].primitive.name == "reduce_precision":
-            (var,) = maker[var].invars
-        found.add((var, _jax.named_value(maker[var]) or "" if var in maker else ""))
-    return sorted((str(v.aval), str(v.aval.memory_space), name) for v, name in found)
 
 
 @MARKS
@@ -169,12 +146,8 @@ def test_a_policy_is_refused_where_its_names_might_be_others():
 
 
 def test_the_flag_of_the_environment():
-    """Other tests with the flag on from the start.
-
-    Those that read names in JAX's own report of what is saved are left out: with the flag on, jax
-    0.10 reports values kept under a ``jax.checkpoint`` of the user's without their names.
-    """
-    which = "exactly_the_named or linen_class_under_scan"
+    """Other tests with the flag on from the start."""
+    which = "policy_argument or exactly_the_named or user_names or linen_class_under_scan"
     done = subprocess.run(
         [
             sys.executable,
@@ -193,4 +166,4 @@ def test_the_flag_of_the_environment():
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "2 passed" in done.stdout
+    assert "6 passed" in done.stdout

@@ -13,7 +13,7 @@ import jdelta
 from benchmarks.models import build
 from benchmarks.offload import by_hand, shapes, size, stack
 from benchmarks.offload import layer as stack_layer
-from jdelta import BudgetError, Decision, _jax
+from jdelta import BudgetError, Decision, _jax, _transfer
 from jdelta._boundary import with_boundaries
 from jdelta._items import items_of
 from jdelta._pipeline import Clock
@@ -98,8 +98,8 @@ def transfers(jaxpr):
     """Copies to the host and fetches, loops looked into."""
     out = into = 0
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
-        out += _jax.crosses_to_host(eqn)
-        into += _jax.crosses_to_device(eqn)
+        out += _transfer.crosses_to_host(eqn)
+        into += _transfer.crosses_to_device(eqn)
         for inner in _jax.subjaxprs(eqn):
             more = transfers(inner)
             out, into = out + more[0], into + more[1]
@@ -169,7 +169,7 @@ def with_head(ws, x):
 def timing_of(step, args, away, *, link=1e15, least=False):
     staged, _ = offloading(step, args, away)
     check(step, args, "cuda", away)
-    program = _jax.copied_once(_jax.inline(staged))
+    program = _transfer.copied_once(_jax.inline(staged))
     rates = dataclasses.replace(TARGET.rates, device_to_host=link, host_to_device=link)
     return _Timing(program, Clock(rates, "cuda"), least)
 
@@ -177,7 +177,7 @@ def timing_of(step, args, away, *, link=1e15, least=False):
 def test_a_third_copy_waits_for_the_first():
     args = list(stacked(5)), jax.random.normal(jax.random.key(1), (4, 8))
     timing = timing_of(with_head, args, ("*/tanh", "*/cos", "*/sin"))
-    copies = [i for i, eqn in enumerate(timing.eqns) if _jax.crosses_to_host(eqn)]
+    copies = [i for i, eqn in enumerate(timing.eqns) if _transfer.crosses_to_host(eqn)]
     ends = {
         v: index for index, (_, hosts) in timing.ties.items() for v in hosts
     }  # by what is copied
@@ -194,7 +194,7 @@ def test_the_first_fetch_is_beside_the_head_unless_the_least_memory_is_wanted():
     args = list(stacked(3)), jax.random.normal(jax.random.key(1), (4, 8))
     timing = timing_of(with_head, args, ("*/tanh",))
     assert timing.head is not None
-    last_copy = max(i for i, eqn in enumerate(timing.eqns) if _jax.crosses_to_host(eqn))
+    last_copy = max(i for i, eqn in enumerate(timing.eqns) if _transfer.crosses_to_host(eqn))
     assert last_copy < timing.head[0] < timing.units[0]
     assert timing.fetches[HEAD] == timing.needs[0] != []
     least = timing_of(with_head, args, ("*/tanh",), least=True)
@@ -273,7 +273,7 @@ def test_fetches_of_a_tpu_follow_the_cotangent_and_each_other():
     reads = [
         e for e in eqns if e.primitive.name == "dynamic_slice" and _jax.on_host(e.invars[0].aval)
     ]
-    fetched = [e.outvars[0] for e in eqns if _jax.crosses_to_device(e)]
+    fetched = [e.outvars[0] for e in eqns if _transfer.crosses_to_device(e)]
     indices = [sources(read.invars[1], set()) for read in reads]
     assert len(reads) == len(fetched) == 6
     assert all(before in index for before, index in zip(fetched, indices[1:], strict=False))

@@ -46,7 +46,7 @@ def compare(step, plain, state, batch):
 
 
 def bytes_of(tree):
-    return sum(x.nbytes for x in jax.tree.leaves(tree))
+    return sum(x.nbytes for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
 
 
 @MARKS

@@ -270,34 +270,24 @@ def rotate(x: jax.Array, base: float) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+_LLAMA3_8B = Config(
+    layers=32,
+    width=4096,
+    groups=8,
+    hidden=14336,
+    vocab=128_256,
+    base=500_000.0,
+    batch=1,
+    length=8192,
+    dtype=jnp.bfloat16,
+    param_dtype=jnp.bfloat16,
+)
+
 MODELS = {
     "llama": Config(),
     "llama-160m": Config(
         layers=12, width=768, heads=12, groups=12, hidden=3072, batch=8, length=1024
     ),
-    "llama3-8b": Config(
-        layers=32,
-        width=4096,
-        groups=8,
-        hidden=14336,
-        vocab=128_256,
-        base=500_000.0,
-        batch=1,
-        length=8192,
-        dtype=jnp.bfloat16,
-        param_dtype=jnp.bfloat16,
-    ),
-    "llama3-70b": Config(
-        layers=80,
-        width=8192,
-        heads=64,
-        groups=8,
-        hidden=28672,
-        vocab=128_256,
-        base=500_000.0,
-        batch=1,
-        length=8192,
-        dtype=jnp.bfloat16,
-        param_dtype=jnp.bfloat16,
-    ),
+    "llama3-8b": _LLAMA3_8B,
+    "llama3-70b": dataclasses.replace(_LLAMA3_8B, layers=80, width=8192, heads=64, hidden=28672),
 }
