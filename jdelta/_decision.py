@@ -12,5 +12,8 @@ class Decision(enum.Enum):
     OFFLOAD = "offload"
     """Copied to pinned host memory and fetched back before use."""
 
+    SPILL = "spill"
+    """Written to files and read back before use."""
+
     RECOMPUTE = "recompute"
     """Dropped, and computed again in the backward pass from what is left."""

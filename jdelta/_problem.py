@@ -1,8 +1,8 @@
-"""The planning problem as plain records: a three-way knapsack over residuals. No JAX here.
+"""The planning problem as plain records: a knapsack with several ways to leave out. No JAX here.
 
 DELTA (2024) states rematerialisation as a 0/1 knapsack of memory against throughput; the records
-below add the third way (offload, with each direction of the link on its own) and the chains of
-recompute: dropping a residual whose source is dropped too costs the whole chain.
+below add further ways (to leave for another memory, with each direction of its link on its own)
+and the chains of recompute: dropping a residual whose source is dropped too costs the whole chain.
 """
 
 import math
@@ -10,6 +10,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdelta._decision import Decision
+
+AWAY = (Decision.OFFLOAD, Decision.SPILL)
+"""The decisions that move an item to another memory."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """What it takes to move an item to another memory and back.
+
+    Attributes:
+        to: The decision that it belongs to, one of ``AWAY``.
+        seconds_out: Seconds on the link out.
+        seconds_in: Seconds on the link back.
+        bytes: Bytes that the item takes there.
+        seconds_exposed: Seconds that the transfers add to the step even where there is compute to
+            hide them: no schedule fits without a gap.
+    """
+
+    to: Decision
+    seconds_out: float
+    seconds_in: float
+    bytes: float
+    seconds_exposed: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that it adds to the step when none are hidden."""
+        return self.seconds_out + self.seconds_in + self.seconds_exposed
 
 
 @dataclass(frozen=True)
@@ -24,11 +52,7 @@ class Item:
             than the item's own index, so the tuple of items is in topological order.
         needed: Whether the backward pass itself reads it. An item that is not needed costs
             nothing when dropped, unless it is the source of something that is recomputed.
-        seconds_out: Seconds of device-to-host transfer if offloaded; ``inf`` forbids offload.
-        seconds_in: Seconds of host-to-device transfer if offloaded; ``inf`` forbids offload.
-        host_bytes: Host bytes it takes if offloaded.
-        seconds_exposed: Seconds that its transfers add to the step even where there is compute to
-            hide them: no schedule fits without a gap.
+        moves: The ways that it may leave the device, at most one for each decision.
     """
 
     name: str
@@ -36,15 +60,28 @@ class Item:
     seconds: float
     sources: tuple[int, ...] = ()
     needed: bool = True
-    seconds_out: float = math.inf
-    seconds_in: float = math.inf
-    host_bytes: float = 0.0
-    seconds_exposed: float = 0.0
+    moves: tuple[Move, ...] = ()
 
-    @property
-    def offloadable(self) -> bool:
-        """Whether ``OFFLOAD`` is allowed at all."""
-        return math.isfinite(self.seconds_out) and math.isfinite(self.seconds_in)
+    def move(self, to: Decision) -> Move | None:
+        """How it moves by a decision; None where it may not."""
+        return next((move for move in self.moves if move.to is to), None)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Another memory, and the link to it.
+
+    Attributes:
+        decision: What moves an item there, one of ``AWAY``.
+        capacity: Bytes that items may take there together.
+        hidden_out: Seconds on the link out that forward compute hides.
+        hidden_in: Seconds on the link back that backward compute hides.
+    """
+
+    decision: Decision
+    capacity: float = math.inf
+    hidden_out: float = 0.0
+    hidden_in: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,16 +91,12 @@ class Problem:
     Attributes:
         items: The items, sources before what is computed from them.
         capacity: Device bytes that saved items may take together.
-        host_capacity: Host bytes that offloaded items may take together.
-        hidden_out: Seconds of device-to-host transfer that forward compute hides.
-        hidden_in: Seconds of host-to-device transfer that backward compute hides.
+        tiers: The other memories, one for each decision that moves an item.
     """
 
     items: tuple[Item, ...]
     capacity: float
-    host_capacity: float = math.inf
-    hidden_out: float = 0.0
-    hidden_in: float = 0.0
+    tiers: tuple[Tier, ...] = ()
 
     def recomputed(self, decisions: Sequence[Decision]) -> list[bool]:
         """Which items the backward pass computes again: dropped and needed, now or by a chain."""
@@ -78,15 +111,19 @@ class Problem:
                         again[source] = True
         return again
 
+    def moved(self, decisions: Sequence[Decision], tier: Tier) -> list[Move]:
+        """How the items move that decisions put into a tier."""
+        pairs = zip(self.items, decisions, strict=True)
+        moves = [item.move(d) for item, d in pairs if d is tier.decision]
+        return [move for move in moves if move is not None]
+
     def overhead(self, decisions: Sequence[Decision]) -> float:
         """Seconds that ``decisions`` add to the step: recompute chains and exposed transfers."""
-        seconds = out = into = 0.0
-        again = self.recomputed(decisions)
-        for item, decision, computed in zip(self.items, decisions, again, strict=True):
-            if computed:
-                seconds += item.seconds
-            elif decision is Decision.OFFLOAD:
-                seconds += item.seconds_exposed
-                out += item.seconds_out
-                into += item.seconds_in
-        return seconds + max(0.0, out - self.hidden_out) + max(0.0, into - self.hidden_in)
+        pairs = zip(self.items, self.recomputed(decisions), strict=True)
+        seconds = sum(item.seconds for item, again in pairs if again)
+        for tier in self.tiers:
+            moves = self.moved(decisions, tier)
+            seconds += sum(move.seconds_exposed for move in moves)
+            seconds += max(0.0, sum(move.seconds_out for move in moves) - tier.hidden_out)
+            seconds += max(0.0, sum(move.seconds_in for move in moves) - tier.hidden_in)
+        return seconds

@@ -43,14 +43,14 @@ class Solution:
         decisions: One decision for each item, in the order of ``Problem.items``.
         overhead: Seconds that the decisions add to the step, as ``Problem.overhead`` counts them.
         kept_bytes: Device bytes of the saved items together.
-        host_bytes: Host bytes of the offloaded items together.
+        moved_bytes: For each tier of the problem the bytes of the items in it together.
         outcome: How the search ended.
     """
 
     decisions: tuple[Decision, ...]
     overhead: float
     kept_bytes: float
-    host_bytes: float
+    moved_bytes: tuple[float, ...]
     outcome: Outcome
 
     @classmethod
@@ -62,6 +62,9 @@ class Solution:
             overhead=problem.overhead(decisions),
             # Summed without rounding error, so that no order of summation decides what fits.
             kept_bytes=math.fsum(i.bytes for i, d in pairs if d is Decision.SAVE),
-            host_bytes=math.fsum(i.host_bytes for i, d in pairs if d is Decision.OFFLOAD),
+            moved_bytes=tuple(
+                math.fsum(move.bytes for move in problem.moved(decisions, tier))
+                for tier in problem.tiers
+            ),
             outcome=outcome,
         )

@@ -7,7 +7,7 @@ pass reads, where ``Problem.recomputed`` sweeps the items in reverse: the two ha
 import math
 
 from jdelta._decision import Decision
-from jdelta._problem import Problem
+from jdelta._problem import Problem, Tier
 from jdelta._solution import Solution
 
 
@@ -32,34 +32,41 @@ def validate(problem: Problem, solution: Solution) -> list[str]:
 
 
 def _forbidden(problem: Problem, solution: Solution) -> list[str]:
-    """Items offloaded although a direction of the link is closed to them."""
+    """Items in a memory that they have no way to, or that is not there."""
+    there = {tier.decision for tier in problem.tiers} | {Decision.SAVE, Decision.RECOMPUTE}
+    stay = {Decision.SAVE, Decision.RECOMPUTE}
     return [
-        f"item {item.name!r} is offloaded, but needs {item.seconds_out} s to leave and "
-        f"{item.seconds_in} s to return"
+        f"the decision for item {item.name!r} is {decision.value}, but it may only be "
+        f"{', '.join(d.value for d in Decision if d in allowed)}"
         for item, decision in zip(problem.items, solution.decisions, strict=True)
-        if decision is Decision.OFFLOAD and not math.isfinite(item.seconds_out + item.seconds_in)
+        if decision not in (allowed := there & (stay | {move.to for move in item.moves}))
     ]
 
 
 def _overfull(problem: Problem, solution: Solution) -> list[str]:
     """Memories that hold more than their capacity."""
-    device, host = _bytes(problem, solution)
-    used = (("device", device, problem.capacity), ("host", host, problem.host_capacity))
+    used = [(Decision.SAVE, problem.capacity), *((t.decision, t.capacity) for t in problem.tiers)]
+    held = _bytes(problem, solution)
     return [
-        f"{memory} memory holds {held} bytes, above its capacity of {capacity} bytes"
-        for memory, held, capacity in used
-        if not held <= capacity
+        f"{held[d]} bytes have the decision {d.value}, above the capacity of {capacity} bytes"
+        for d, capacity in used
+        if not held[d] <= capacity
     ]
 
 
 def _figures(problem: Problem, solution: Solution) -> list[str]:
     """Figures of the solution that differ from what its decisions give."""
-    device, host = _bytes(problem, solution)
-    figures = (
+    held = _bytes(problem, solution)
+    if len(solution.moved_bytes) != len(problem.tiers):
+        return [f"there are {len(problem.tiers)} tiers, but moved_bytes {solution.moved_bytes}"]
+    figures = [
         ("overhead", solution.overhead, _seconds(problem, solution)),
-        ("kept_bytes", solution.kept_bytes, device),
-        ("host_bytes", solution.host_bytes, host),
-    )
+        ("kept_bytes", solution.kept_bytes, held[Decision.SAVE]),
+        *(
+            (f"moved_bytes ({tier.decision.value})", said, held[tier.decision])
+            for tier, said in zip(problem.tiers, solution.moved_bytes, strict=True)
+        ),
+    ]
     return [
         f"{name} says {said}, but the decisions give {true}"
         for name, said, true in figures
@@ -67,26 +74,33 @@ def _figures(problem: Problem, solution: Solution) -> list[str]:
     ]
 
 
-def _bytes(problem: Problem, solution: Solution) -> tuple[float, float]:
-    """Bytes on the device and on the host."""
+def _bytes(problem: Problem, solution: Solution) -> dict[Decision, float]:
+    """Bytes in each memory, by the decision that puts an item there."""
     held: dict[Decision, list[float]] = {decision: [] for decision in Decision}
     for item, decision in zip(problem.items, solution.decisions, strict=True):
-        held[decision].append(item.host_bytes if decision is Decision.OFFLOAD else item.bytes)
-    return math.fsum(held[Decision.SAVE]), math.fsum(held[Decision.OFFLOAD])
+        sizes = {move.to: move.bytes for move in item.moves}
+        held[decision].append(sizes.get(decision, item.bytes))
+    return {decision: math.fsum(sizes) for decision, sizes in held.items()}
 
 
 def _seconds(problem: Problem, solution: Solution) -> float:
     """Seconds added to the step: each direction's exposed transfers, and what is computed again."""
-    moved = [
-        item
+    again = [problem.items[index].seconds for index in _again(problem, solution)]
+    return math.fsum((*again, *(_exposed(problem, solution, tier) for tier in problem.tiers)))
+
+
+def _exposed(problem: Problem, solution: Solution, tier: Tier) -> float:
+    """Seconds of a link that compute does not hide."""
+    moves = [
+        move
         for item, decision in zip(problem.items, solution.decisions, strict=True)
-        if decision is Decision.OFFLOAD
+        for move in item.moves
+        if move.to is decision is tier.decision
     ]
-    bare = math.fsum(item.seconds_exposed for item in moved)
-    late_out = math.fsum(item.seconds_out for item in moved) - problem.hidden_out
-    late_in = math.fsum(item.seconds_in for item in moved) - problem.hidden_in
-    again = math.fsum(problem.items[index].seconds for index in _again(problem, solution))
-    return again + bare + max(late_out, 0.0) + max(late_in, 0.0)
+    late_out = math.fsum(move.seconds_out for move in moves) - tier.hidden_out
+    late_in = math.fsum(move.seconds_in for move in moves) - tier.hidden_in
+    bare = math.fsum(move.seconds_exposed for move in moves)
+    return bare + max(late_out, 0.0) + max(late_in, 0.0)
 
 
 def _again(problem: Problem, solution: Solution) -> set[int]:

@@ -3,15 +3,17 @@
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from jdelta._decision import Decision
-from jdelta._problem import Item, Problem
+from jdelta._problem import AWAY, Item, Move, Problem, Tier
 from jdelta._solution import Solution
 
 SAVE_, OFFLOAD_, RECOMPUTE_ = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
+SPILL_ = Decision.SPILL
 MANY = settings(max_examples=100, deadline=None, derandomize=True)
 
 
@@ -27,24 +29,31 @@ def share(problem: Problem, solution: Solution, best: float) -> float:
 
 
 def states(problem: Problem) -> Iterator[tuple[Decision, ...]]:
-    """All decisions that offload only what may be."""
-    always = (SAVE_, RECOMPUTE_)
-    return itertools.product(*(Decision if i.offloadable else always for i in problem.items))
+    """All decisions that move only what may be."""
+    return itertools.product(*map(ways, problem.items))
 
 
-def held(problem: Problem, decisions: tuple[Decision, ...]) -> tuple[float, float]:
-    """Bytes on the device and on the host."""
+def ways(item: Item) -> list[Decision]:
+    """What may become of an item."""
+    return [SAVE_, RECOMPUTE_, *(move.to for move in item.moves)]
+
+
+def held(problem: Problem, decisions: tuple[Decision, ...]) -> tuple[float, ...]:
+    """Bytes on the device, and in each tier."""
     pairs = list(zip(problem.items, decisions, strict=True))
     device = math.fsum(item.bytes for item, d in pairs if d is SAVE_)
-    return device, math.fsum(item.host_bytes for item, d in pairs if d is OFFLOAD_)
+    moves = [item.move(d) for item, d in pairs]
+    away = [math.fsum(m.bytes for m in moves if m and m.to is t.decision) for t in problem.tiers]
+    return device, *away
 
 
 def brute(problem: Problem) -> float:
     """The least overhead of all that fits."""
     best = math.inf
     for decisions in states(problem):
-        device, host = held(problem, decisions)
-        if device <= problem.capacity and host <= problem.host_capacity:
+        capacities = (problem.capacity, *(tier.capacity for tier in problem.tiers))
+        used = zip(held(problem, decisions), capacities, strict=True)
+        if all(taken <= capacity for taken, capacity in used):
             best = min(best, problem.overhead(decisions))
     return best
 
@@ -55,11 +64,29 @@ def plain(*pairs: tuple[float, float]) -> tuple[Item, ...]:
 
 
 def movable(*triples: tuple[float, float, float]) -> tuple[Item, ...]:
-    """Items of (bytes, seconds, seconds of transfer in each direction)."""
+    """Items of (bytes, seconds, seconds of transfer to the host in each direction)."""
     return tuple(
-        Item(f"x{k}", size, seconds, (), True, link, link, size)
+        Item(f"x{k}", size, seconds, (), True, (Move(OFFLOAD_, link, link, size),))
         for k, (size, seconds, link) in enumerate(triples)
     )
+
+
+def tiered(*rows: tuple[float, float, float, float]) -> tuple[Item, ...]:
+    """Items of (bytes, seconds, seconds in each direction to the host, and to files)."""
+    return tuple(
+        replace(item, moves=(*item.moves, Move(SPILL_, row[3], row[3], row[0])))
+        for item, row in zip(movable(*(row[:3] for row in rows)), rows, strict=True)
+    )
+
+
+def host(capacity: float = math.inf, out: float = 0.0, into: float = 0.0) -> tuple[Tier, ...]:
+    """Host memory of a capacity, and the seconds of each direction that are hidden."""
+    return (Tier(OFFLOAD_, capacity, out, into),)
+
+
+def files(capacity: float = math.inf, out: float = 0.0, into: float = 0.0) -> tuple[Tier, ...]:
+    """Files, likewise."""
+    return (Tier(SPILL_, capacity, out, into),)
 
 
 CHAIN = (
@@ -84,23 +111,19 @@ def problems(draw: st.DrawFn, most: int = 7, link: bool = True) -> Problem:
     for index in range(draw(st.integers(1, most))):
         sources = draw(st.sets(st.integers(0, index - 1), max_size=2)) if index else set()
         size = draw(AMOUNTS)
-        out, into = (
-            draw(st.tuples(AMOUNTS, AMOUNTS))
-            if link and draw(st.booleans())
-            else (
-                math.inf,
-                math.inf,
-            )
-        )
-        sources = tuple(sorted(sources))
+        used = draw(st.sets(st.sampled_from(AWAY))) if link else set[Decision]()
+        bare = st.sampled_from([0.0, 0.5])
+        moves = [
+            Move(to, draw(AMOUNTS), draw(AMOUNTS), size, draw(bare)) for to in AWAY if to in used
+        ]
         needed = draw(st.integers(0, 3)) > 0
-        again, bare = draw(AMOUNTS), draw(st.sampled_from([0.0, 0.5]))
-        items.append(Item(f"x{index}", size, again, sources, needed, out, into, size, bare))
+        again = draw(AMOUNTS)
+        items.append(Item(f"x{index}", size, again, tuple(sorted(sources)), needed, tuple(moves)))
     total = sum(item.bytes for item in items)
+    hidden = st.sampled_from([0.0, 1.5, 4.0])
+    room = st.sampled_from([math.inf, total / 2, total / 5])
     return Problem(
         tuple(items),
         capacity=total * draw(st.sampled_from([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])),
-        host_capacity=draw(st.sampled_from([math.inf, total / 2, total / 5])),
-        hidden_out=draw(st.sampled_from([0.0, 1.5, 4.0])),
-        hidden_in=draw(st.sampled_from([0.0, 1.5, 4.0])),
+        tiers=tuple(Tier(to, draw(room), draw(hidden), draw(hidden)) for to in AWAY),
     )

@@ -13,17 +13,22 @@ from solver_problems import (
     CHAIN,
     CUT,
     MANY,
+    OFFLOAD_,
     RECOMPUTE_,
     SAVE_,
+    SPILL_,
     brute,
+    files,
+    host,
     movable,
     nothing,
     plain,
     problems,
     share,
+    tiered,
 )
 
-from jdelta._problem import Item, Problem
+from jdelta._problem import Item, Move, Problem, Tier
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
 from jdelta._validate import validate
@@ -58,14 +63,40 @@ TABLE = {
     "siblings spare their source": (Problem(CHAIN, 2.0), 0.0),
     "cut point that is not needed": (Problem(CUT, 1.0), 1.5),
     "not needed is free to drop": (Problem((Item("x", 1, 1, (), False),), 0.0), 0.0),
-    "hidden transfers": (Problem(movable((4, 9, 1)), 0.0, math.inf, 1.0, 1.0), 0.0),
-    "exposed transfers": (Problem(movable((4, 9, 1)), 0.0), 2.0),
-    "one direction exposed": (Problem(movable((4, 9, 1)), 0.0, math.inf, 0.0, 1.0), 1.0),
-    "recompute beats transfer": (Problem(movable((4, 1, 1)), 0.0), 1.0),
-    "host too small": (Problem(movable((4, 9, 0)), 0.0, 3.0), 9.0),
-    "host takes one": (Problem(movable((4, 9, 0), (4, 7, 0)), 0.0, 4.0), 7.0),
-    "link is shared": (Problem(movable((4, 9, 1), (4, 9, 1)), 4.0, math.inf, 1.0, 1.0), 0.0),
-    "endless hidden seconds": (Problem(movable((4, 9, 5)), 0.0, 4.0, math.inf, math.inf), 0.0),
+    "hidden transfers": (Problem(movable((4, 9, 1)), 0.0, host(math.inf, 1.0, 1.0)), 0.0),
+    "exposed transfers": (Problem(movable((4, 9, 1)), 0.0, host()), 2.0),
+    "one direction exposed": (Problem(movable((4, 9, 1)), 0.0, host(math.inf, 0.0, 1.0)), 1.0),
+    "recompute beats transfer": (Problem(movable((4, 1, 1)), 0.0, host()), 1.0),
+    "host too small": (Problem(movable((4, 9, 0)), 0.0, host(3.0)), 9.0),
+    "host takes one": (Problem(movable((4, 9, 0), (4, 7, 0)), 0.0, host(4.0)), 7.0),
+    "link is shared": (
+        Problem(movable((4, 9, 1), (4, 9, 1)), 4.0, host(math.inf, 1.0, 1.0)),
+        0.0,
+    ),
+    "endless hidden seconds": (
+        Problem(movable((4, 9, 5)), 0.0, host(4.0, math.inf, math.inf)),
+        0.0,
+    ),
+    "files where the host is full": (
+        Problem(tiered((4, 9, 0, 1), (4, 9, 0, 1)), 0.0, host(4.0) + files()),
+        2.0,
+    ),
+    "files are no way without a tier's room": (
+        Problem(tiered((4, 9, 1, 0)), 0.0, host() + files(3.0)),
+        2.0,
+    ),
+    "each link hides its own": (
+        Problem(tiered((4, 9, 2, 2), (4, 9, 2, 2)), 0.0, host(9.0, 2, 2) + files(9.0, 2, 2)),
+        0.0,
+    ),
+    "one of each": (
+        Problem(
+            tiered((4, 9, 1, 3), (4, 1, 5, 5), (4, 9, 3, 1), (4, 9, 5, 5)),
+            4.0,
+            host(4.0, 1, 1) + files(4.0, 1, 1),
+        ),
+        1.0,
+    ),
 }
 
 
@@ -81,7 +112,7 @@ def test_table(case: str, solver: Solver):
 def test_recompute_or_offload_whichever_is_cheaper():
     dear_to_drop = movable(*[(4, 10 + k / 9, 1) for k in range(30)])
     dearer = tuple(Item(f"y{k}", 4.0, 16 + k / 9) for k in range(30))
-    problem = Problem(dear_to_drop + dearer, 40.0)
+    problem = Problem(dear_to_drop + dearer, 40.0, host())
     solution = Knapsack(rounds=0).solve(problem)
     assert solution.overhead == pytest.approx(60 + sum(16 + k / 9 for k in range(20)))
 
@@ -89,7 +120,7 @@ def test_recompute_or_offload_whichever_is_cheaper():
 def test_decisions_by_hand():
     solution = EXACT.solve(Problem(CUT, 1.0))
     assert solution.decisions == (SAVE_, RECOMPUTE_, RECOMPUTE_, RECOMPUTE_)
-    assert (solution.kept_bytes, solution.host_bytes) == (1.0, 0.0)
+    assert (solution.kept_bytes, solution.moved_bytes) == (1.0, ())
 
 
 # --- Small cases by brute force --------------------------------------------------------------
@@ -176,9 +207,13 @@ def test_frontier_holds_every_answer(problem: Problem):
 
 
 @pytest.mark.parametrize("solver", BOTH, ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize(("device", "host"), [(-1.0, 1.0), (1.0, -1.0), (math.nan, 1.0)])
-def test_nothing_fits(solver: Solver, device: float, host: float):
-    solution = solver.solve(Problem(movable((1, 2, 0)), device, host))
+@pytest.mark.parametrize(
+    "capacities",
+    [(-1.0, 1.0, 1.0), (1.0, -1.0, 1.0), (1.0, 1.0, -1.0), (math.nan, 1.0, 1.0)],
+)
+def test_nothing_fits(solver: Solver, capacities: tuple[float, float, float]):
+    device, near, far = capacities
+    solution = solver.solve(Problem(tiered((1, 2, 0, 0)), device, host(near) + files(far)))
     assert solution.outcome is Outcome.INFEASIBLE
     assert solution.decisions == (RECOMPUTE_,)
     assert solution.overhead == 2.0
@@ -192,11 +227,26 @@ def test_nothing_fits(solver: Solver, device: float, host: float):
         (Item("bad", 1.0, math.nan), "seconds must be finite and not negative; got nan"),
         (Item("bad", 1.0, 1.0, (1,)), r"'bad' has index 1.*got \(1,\)"),
         (Item("bad", 1.0, 1.0, (-1,)), "sources must have smaller ones"),
+        (
+            Item("bad", 1.0, 1.0, moves=(Move(OFFLOAD_, 1.0, math.inf, 1.0),)),
+            "offload.seconds_in must be finite",
+        ),
+        (
+            Item("bad", 1.0, 1.0, moves=(Move(SPILL_, 1.0, 1.0, 1.0),)),
+            "'bad': it may move at most once to each of .*OFFLOAD.* got .*SPILL",
+        ),
     ],
 )
 def test_bad_items_are_refused(item: Item, match: str):
     with pytest.raises(ValueError, match=match):
-        Knapsack().solve(Problem((Item("good", 1.0, 1.0), item), 1.0))
+        Knapsack().solve(Problem((Item("good", 1.0, 1.0), item), 1.0, host()))
+
+
+def test_each_tier_has_a_decision_of_its_own():
+    with pytest.raises(ValueError, match="each tier must have one decision of its own"):
+        Knapsack().solve(Problem((), 1.0, host() + host()))
+    with pytest.raises(ValueError, match="each tier must have one decision of its own"):
+        Knapsack().solve(Problem((), 1.0, (Tier(SAVE_),)))
 
 
 def test_options_make_a_solver():

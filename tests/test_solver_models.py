@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from solver_problems import files, host
 
 from jdelta._decision import Decision
-from jdelta._problem import Item, Problem
+from jdelta._problem import AWAY, Item, Move, Problem
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
 from jdelta._solver import knapsack as knapsack_module
@@ -20,24 +21,29 @@ FLOPS, MEMORY = 4e14, 2e12  # Rates of an accelerator, per second.
 class Builder:
     """Builds items from FLOPs, with traffic of twice the bytes."""
 
-    def __init__(self, link: float = 0.0):
+    def __init__(self, link: float = 0.0, files: float = 0.0):
         self.items: list[Item] = []
         self.link = link
+        self.files = files
 
     def add(self, size: float, flops: float, *sources: int, needed: bool = True) -> int:
         seconds = flops / FLOPS + 2 * size / MEMORY
-        link = size / self.link if self.link and size > 2**20 else math.inf
-        item = Item(f"v{len(self.items)}", size, seconds, sources, needed, link, link, size)
+        moves = [
+            Move(to, size / rate, size / rate, size)
+            for to, rate in zip(AWAY, (self.link, self.files), strict=True)
+            if rate and size > 2**20
+        ]
+        item = Item(f"v{len(self.items)}", size, seconds, sources, needed, tuple(moves))
         self.items.append(item)
         return len(self.items) - 1
 
 
-def transformer(layers: int, link: float = 0.0) -> tuple[Item, ...]:
+def transformer(layers: int, link: float = 0.0, files: float = 0.0) -> tuple[Item, ...]:
     """Residuals of a decoder: batch 4, length 1024, width 1600, 25 heads, without dropout."""
     b, n, d, heads = 4, 1024, 1600, 25
     unit, product = 2.0 * b * n * d, 2.0 * b * n * d * d
     scores, attend = 2.0 * b * heads * n * n, 2.0 * b * n * n * d
-    build = Builder(link)
+    build = Builder(link, files)
     x = build.add(unit, 0, needed=False)
     for _ in range(layers):
         statistics = build.add(8.0 * b * n, 0, x)
@@ -102,7 +108,7 @@ def modelled(items: tuple[Item, ...], part: float, hidden: float = 0.0) -> Probl
     """A problem with a part of all bytes as capacity, and of all seconds as hidden ones."""
     seconds = hidden * sum(item.seconds for item in items)
     total = sum(item.bytes for item in items)
-    return Problem(items, part * total, math.inf, seconds, 2 * seconds)
+    return Problem(items, part * total, host(math.inf, seconds, 2 * seconds))
 
 
 MODELS = {
@@ -126,15 +132,35 @@ def test_models(name: str):
     assert share(problem, heuristic.overhead, exact.overhead) >= 0.99
 
 
-@pytest.mark.parametrize(("part", "host"), [(0.3, 0.02), (0.1, 0.1), (0.3, 0.1), (0.1, 0.3)])
-def test_host_capacity_with_a_quick_link(part: float, host: float):
+@pytest.mark.parametrize(
+    ("part", "share_of_host"), [(0.3, 0.02), (0.1, 0.1), (0.3, 0.1), (0.1, 0.3)]
+)
+def test_host_capacity_with_a_quick_link(part: float, share_of_host: float):
     problem = modelled(transformer(12, 3e12), part)
-    problem = replace(problem, host_capacity=host * sum(i.host_bytes for i in problem.items))
+    room = share_of_host * sum(move.bytes for i in problem.items for move in i.moves)
+    problem = replace(problem, tiers=host(room))
     exact = Milp(time_limit=3.0, mip_rel_gap=1e-3).solve(problem)
     heuristic = Knapsack().solve(problem)
     assert validate(problem, heuristic) == []
-    assert heuristic.host_bytes > 0
+    assert heuristic.moved_bytes[0] > 0
     assert share(problem, heuristic.overhead, exact.overhead) >= 0.99
+
+
+@pytest.mark.parametrize("part", [0.1, 0.2, 0.5])
+@pytest.mark.parametrize("room", [0.1, 0.3])
+def test_files_beside_the_host(part: float, room: float):
+    items = transformer(12, 25e9, 6e9)
+    total, seconds = sum(i.bytes for i in items), sum(i.seconds for i in items)
+    links = host(room * total, seconds, 2 * seconds) + files(0.5 * total, seconds, 2 * seconds)
+    problem = Problem(items, part * total, links)
+    exact = Milp(time_limit=3.0, mip_rel_gap=1e-3).solve(problem)
+    heuristic = Knapsack().solve(problem)
+    assert validate(problem, exact) == []
+    assert validate(problem, heuristic) == []
+    assert heuristic.moved_bytes[1] > 0
+    assert share(problem, heuristic.overhead, exact.overhead) >= 0.99
+    near = replace(problem, items=transformer(12, 25e9))
+    assert heuristic.overhead < Knapsack().solve(near).overhead
 
 
 def test_one_large_item_among_many():

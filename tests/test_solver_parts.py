@@ -12,18 +12,23 @@ from solver_problems import (
     MANY,
     RECOMPUTE_,
     SAVE_,
+    files,
     held,
+    host,
     movable,
     plain,
     problems,
     states,
+    tiered,
 )
 
-from jdelta._problem import Item, Problem
+from jdelta._problem import AWAY, Item, Problem
 from jdelta._solver.chains import Chains
-from jdelta._solver.director import DECISIONS, FREE, OFFLOAD, RECOMPUTE, SAVE, Director, Numbers
-from jdelta._solver.filter import Corner, Filter
+from jdelta._solver.director import DECISIONS, FREE, MOVED, RECOMPUTE, SAVE, Director, code_of
+from jdelta._solver.filter import Corner, Exits, Filter
 from jdelta._solver.release import Release
+
+OFFLOAD, SPILL = map(code_of, AWAY)
 
 
 @MANY
@@ -74,27 +79,27 @@ def test_chains_tell_whose_price_changed(problem: Problem, data: st.DataObject):
 def test_filter_finds_the_hull(problem: Problem):
     size = len(problem.items)
     free = np.full(size, FREE, dtype=np.int8)
-    corners = Filter(problem.items, np.full(size, math.inf), free).corners(1000)
+    corners = Filter(problem.items, Exits.of(problem.items, ()), free).corners(1000)
     kept, seconds = [c.kept for c in corners], [c.seconds for c in corners]
     for corner in corners:
         decisions = [SAVE_ if code == SAVE else RECOMPUTE_ for code in corner.codes]
         assert problem.overhead(decisions) == pytest.approx(corner.seconds, abs=1e-9)
     for decisions in states(problem):
-        device, _ = held(problem, decisions)
+        device, *_ = held(problem, decisions)
         assert problem.overhead(decisions) >= np.interp(device, kept, seconds) - 1e-6
 
 
 def test_filter_leaves_fixed_items_alone():
     items = plain((4, 1), (4, 9), (4, 9))
     fixed = np.array([SAVE, 0, FREE], dtype=np.int8)
-    corners = Filter(items, np.full(3, math.inf), fixed).corners(9)
+    corners = Filter(items, Exits.of(items, ()), fixed).corners(9)
     assert [c.codes.tolist() for c in corners] == [[SAVE, 0, 0], [SAVE, 0, SAVE]]
 
 
 def test_filter_finds_both_ends_of_a_tie():
     items = plain((1, 3), (1, 2), (1, 1))
     free = np.full(3, FREE, dtype=np.int8)
-    corners = Filter(items, np.full(3, math.inf), free).corners(1)
+    corners = Filter(items, Exits.of(items, ()), free).corners(1)
     assert [corner.kept for corner in corners] == [0.0, 1.0, 2.0, 3.0]
 
 
@@ -110,24 +115,40 @@ def directed(problem: Problem, wish: list[int], price: float = 0.0) -> tuple[lis
 
 def test_director():
     items = movable((4, 9, 2), (4, 9, 1), (4, 9, 1))
-    hidden = Problem(items, 0.0, math.inf, 2.0, 2.0)
+    hidden = Problem(items, 0.0, host(math.inf, 2.0, 2.0))
     assert directed(hidden, [SAVE] * 3) == ([SAVE, OFFLOAD, OFFLOAD], 0.0)
     assert directed(hidden, [OFFLOAD] * 3) == ([OFFLOAD] * 3, 4.0)
     assert directed(hidden, [SAVE] * 3, price=1.1) == ([OFFLOAD] * 3, 4.0)
     assert directed(hidden, [SAVE] * 3, price=0.9) == ([SAVE, OFFLOAD, OFFLOAD], 0.0)
-    host = Problem(items, 0.0, 8.0)
-    assert directed(host, [OFFLOAD] * 3) == ([SAVE, OFFLOAD, OFFLOAD], 4.0)
-    assert directed(host, [SAVE] * 3, price=9.0) == ([SAVE, OFFLOAD, OFFLOAD], 4.0)
+    small = Problem(items, 0.0, host(8.0))
+    assert directed(small, [OFFLOAD] * 3) == ([SAVE, OFFLOAD, OFFLOAD], 4.0)
+    assert directed(small, [SAVE] * 3, price=9.0) == ([SAVE, OFFLOAD, OFFLOAD], 4.0)
 
 
-def corner(chains: Chains, transfer: Numbers, codes: list[int]) -> Corner:
+def test_director_uses_one_link_after_the_other():
+    items = tiered((4, 9, 2, 3), (4, 9, 1, 3), (4, 9, 1, 3))
+    problem = Problem(items, 0.0, host(4.0, 9.0, 9.0) + files(4.0, 3.0, 3.0))
+    assert directed(problem, [SAVE] * 3) == ([SPILL, OFFLOAD, SAVE], 0.0)
+    assert directed(problem, [OFFLOAD] * 3) == ([SPILL, OFFLOAD, SAVE], 0.0)
+    assert directed(problem, [SPILL, SPILL, SAVE]) == ([SPILL, OFFLOAD, SAVE], 0.0)
+
+
+def corner(chains: Chains, exits: Exits, codes: list[int]) -> Corner:
     """The corner that codes make."""
     chains.start([code != RECOMPUTE for code in codes])
     again = [i for i in range(len(codes)) if chains.uses[i] and not chains.kept[i]]
     row = np.array(codes, dtype=np.int8)
-    seconds = sum(chains.items[i].seconds for i in again) + transfer[row == OFFLOAD].sum()
+    seconds = sum(chains.items[i].seconds for i in again) + exits.seconds[row >= MOVED].sum()
     kept = sum(i.bytes for i, code in zip(chains.items, codes, strict=True) if code == SAVE)
     return Corner(kept, float(seconds), row)
+
+
+def test_exits_are_the_quickest_ways():
+    items = (*tiered((4, 9, 2, 3), (4, 9, 2, 1)), *plain((4, 9)))
+    both = Exits.of(items, AWAY)
+    assert both.seconds.tolist() == [4.0, 2.0, math.inf]
+    assert both.codes.tolist() == [OFFLOAD, SPILL, SAVE]
+    assert Exits.of(items, ()).seconds.tolist() == [math.inf] * 3
 
 
 SIBLINGS = (
@@ -152,6 +173,7 @@ RELEASES = {
         [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]],
     ),
     "quicker transfer first": (movable((4, 9, 2), (4, 9, 1)), [[1, 1], [1, 2], [2, 2]]),
+    "each its own way": (tiered((4, 9, 3, 2), (4, 9, 1, 4)), [[1, 1], [1, 2], [3, 2]]),
 }
 
 
@@ -159,7 +181,7 @@ RELEASES = {
 def test_release(name: str):
     items, walk = RELEASES[name]
     chains = Chains(items)
-    transfer = np.array([item.seconds_out + item.seconds_in for item in items])
-    high, low = corner(chains, transfer, walk[0]), corner(chains, transfer, walk[-1])
-    states = Release(chains, transfer, high, low).states()
+    exits = Exits.of(items, AWAY)
+    high, low = corner(chains, exits, walk[0]), corner(chains, exits, walk[-1])
+    states = Release(chains, exits, high, low).states()
     assert [codes.tolist() for codes in states] == walk[1:]

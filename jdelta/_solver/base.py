@@ -2,9 +2,10 @@
 
 import abc
 import math
+from collections.abc import Iterator
 
 from jdelta._decision import Decision
-from jdelta._problem import Item, Problem
+from jdelta._problem import AWAY, Item, Problem
 from jdelta._solution import Outcome, Solution
 
 
@@ -16,26 +17,27 @@ class Solver(abc.ABC):
     same answer: no randomness, no clock (but for a time limit that is asked for), so that every
     process of a multi-host job plans alike.
 
-    A new solver implements ``_search``, and may rely on both capacities being at least zero.
+    A new solver implements ``_search``, and may rely on all capacities being at least zero.
     """
 
     def solve(self, problem: Problem) -> Solution:
         """Choose a decision for each item, so that what is kept fits and the step is slowed least.
 
         Args:
-            problem: Items (bytes and seconds), and the device and host bytes they may take.
+            problem: Items (bytes and seconds), and the bytes they may take in each memory.
 
         Returns:
-            Decisions within both capacities that offload only items that allow it. When a
-            capacity is below zero (or not a number) there are none: then nothing is kept and the
-            outcome is ``Outcome.INFEASIBLE``.
+            Decisions within all capacities that move only items that may be. When a capacity is
+            below zero (or not a number) there are none: then nothing is kept and the outcome is
+            ``Outcome.INFEASIBLE``.
 
         Raises:
-            ValueError: An item has bytes or seconds that are negative or not finite, or a source
-                that does not come before it.
+            ValueError: An item has bytes or seconds that are negative or not finite, a source
+                that does not come before it, or a way to a memory that the problem has not; or
+                two memories go by one decision.
         """
         _check(problem)
-        if problem.capacity >= 0 and problem.host_capacity >= 0:
+        if all(c >= 0 for c in (problem.capacity, *(tier.capacity for tier in problem.tiers))):
             return self._search(problem)
         nothing = (Decision.RECOMPUTE,) * len(problem.items)
         return Solution.of(problem, nothing, Outcome.INFEASIBLE)
@@ -45,17 +47,25 @@ class Solver(abc.ABC):
         """Solve a problem whose capacities are at least zero."""
 
 
-def _amounts(item: Item) -> tuple[tuple[str, float], ...]:
-    return (
-        ("bytes", item.bytes),
-        ("seconds", item.seconds),
-        ("seconds_exposed", item.seconds_exposed),
-    )
+def _amounts(item: Item) -> Iterator[tuple[str, float]]:
+    yield "bytes", item.bytes
+    yield "seconds", item.seconds
+    for move in item.moves:
+        for field in ("seconds_out", "seconds_in", "bytes", "seconds_exposed"):
+            yield f"{move.to.value}.{field}", getattr(move, field)
 
 
 def _check(problem: Problem) -> None:
     """Refuse items that no solver can reckon with."""
+    tiers = [tier.decision for tier in problem.tiers]
+    if len(set(tiers)) < len(tiers) or not set(tiers) <= set(AWAY):
+        raise ValueError(f"each tier must have one decision of its own out of {AWAY}; got {tiers}")
     for index, item in enumerate(problem.items):
+        ways = [move.to for move in item.moves]
+        if len(set(ways)) < len(ways) or not set(ways) <= set(tiers):
+            raise ValueError(
+                f"item {item.name!r}: it may move at most once to each of {tiers}; got {ways}"
+            )
         for field, amount in _amounts(item):
             if not 0 <= amount < math.inf:
                 raise ValueError(

@@ -1,23 +1,35 @@
 """DELTA's director: how each item that leaves the device comes back, and what that costs."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from jdelta._decision import Decision
-from jdelta._problem import Problem
+from jdelta._problem import AWAY, Item, Move, Problem, Tier
 
 Codes = npt.NDArray[np.int8]
 """Decisions as small integers, indices of ``DECISIONS``."""
 
 Numbers = npt.NDArray[np.float64]
 
-DECISIONS: Final = (Decision.RECOMPUTE, Decision.SAVE, Decision.OFFLOAD)
-RECOMPUTE, SAVE, OFFLOAD = range(3)
+Queue = list[tuple[int, Move]]
+"""Indices of items, and how each moves."""
+
+DECISIONS: Final = (Decision.RECOMPUTE, Decision.SAVE, *AWAY)
+RECOMPUTE, SAVE = 0, 1
+
+MOVED: Final = 2
+"""The first of the codes that move an item: it is moved when its code is not less."""
 
 FREE = -1
 """In place of the code of an item that is still to be decided."""
+
+
+def code_of(decision: Decision) -> int:
+    """The code of a decision."""
+    return DECISIONS.index(decision)
 
 
 class Director:
@@ -26,26 +38,23 @@ class Director:
     DELTA's director (arXiv 2203.15980) looks at one item at a time: recompute it when its transfer
     takes longer, offload it otherwise. Transfers share the seconds that compute hides, though, in
     each direction. Here these go first to the items that free most bytes for each second on the
-    link.
+    link, and one link after the other gets what is left.
 
     Args:
-        problem: Its items, host capacity (bytes) and hidden seconds; the capacity is not looked at.
+        problem: Its items and tiers; the capacity is not looked at.
     """
 
     def __init__(self, problem: Problem):
         self.problem = problem
         items = problem.items
         self.bytes = np.array([item.bytes for item in items], dtype=float)
-        movable = [i for i, item in enumerate(items) if item.offloadable and item.bytes > 0]
-        self.order = sorted(
-            movable, key=lambda i: (items[i].seconds_out + items[i].seconds_in) / items[i].bytes
-        )
+        self.queues = [(tier, _queue(problem.items, tier)) for tier in problem.tiers]
 
     def direct(self, wishes: Codes, prices: Numbers) -> tuple[Codes, Numbers, Numbers]:
-        """Turn wishes into decisions that obey the host capacity, and price them.
+        """Turn wishes into decisions that obey the capacities of all tiers, and price them.
 
-        What the host has no room for is saved instead. Then saved items are offloaded, for as long
-        as the host has room, where their bytes are worth the seconds that are not hidden.
+        What a tier has no room for is saved instead. Then saved items are moved, for as long as a
+        tier has room, where their bytes are worth the seconds that are not hidden.
 
         Args:
             wishes: Codes, of shape (states, items).
@@ -55,33 +64,32 @@ class Director:
             Decisions, in the same shape; saved bytes and overhead seconds of each state.
         """
         codes = np.array(wishes.T, order="C")
-        exposed = self._transfer(codes, prices * (1 - 1e-9))  # At equal cost a wish is a wish.
+        prices = prices * (1 - 1e-9)  # At equal cost a wish is a wish.
+        links = [_Link(tier, codes.shape[1]) for tier, _ in self.queues]
+        exposed = np.zeros(codes.shape[1])
+        for link, (_, queue) in zip(links, self.queues, strict=True):
+            self._grant(link, queue, codes)
+        for link, (_, queue) in zip(links, self.queues, strict=True):
+            self._use(link, queue, codes, prices)
+            exposed += link.exposed()
         kept, again = self._recompute(codes)
         return np.ascontiguousarray(codes.T), kept, again + exposed
 
-    def _transfer(self, codes: Codes, prices: Numbers) -> Numbers:
-        """Decide in place what crosses the link; the seconds of it that are exposed."""
-        states = codes.shape[1]
-        out = np.full(states, -float(self.problem.hidden_out))
-        into = np.full(states, -float(self.problem.hidden_in))
-        host = np.full(states, float(self.problem.host_capacity))
-        bare = np.zeros(states)
-        for index in self.order:
-            item, row = self.problem.items[index], codes[index]
-            wished = row == OFFLOAD
-            taken = wished & (host >= item.host_bytes)
-            row[wished & ~taken] = SAVE
-            _move(taken, (out, item.seconds_out), (into, item.seconds_in), (host, -item.host_bytes))
-            bare += taken * item.seconds_exposed
-        for index in self.order:
-            item, row = self.problem.items[index], codes[index]
-            late = _late(out, item.seconds_out) + _late(into, item.seconds_in)
-            late += item.seconds_exposed
-            taken = (late <= prices * item.bytes) & (row == SAVE) & (host >= item.host_bytes)
-            row[taken] = OFFLOAD
-            _move(taken, (out, item.seconds_out), (into, item.seconds_in), (host, -item.host_bytes))
-            bare += taken * item.seconds_exposed
-        return np.maximum(out, 0.0) + np.maximum(into, 0.0) + bare
+    def _grant(self, link: "_Link", queue: Queue, codes: Codes) -> None:
+        """Move what is wished to move, in place, as long as there is room; save the rest."""
+        for index, move in queue:
+            wished = codes[index] == link.code
+            taken = wished & (link.room >= move.bytes)
+            codes[index][wished & ~taken] = SAVE
+            link.take(taken, move)
+
+    def _use(self, link: "_Link", queue: Queue, codes: Codes, prices: Numbers) -> None:
+        """Move saved items, in place, where that is worth it."""
+        for index, move in queue:
+            row, worth = codes[index], prices * self.problem.items[index].bytes
+            taken = (link.late(move) <= worth) & (row == SAVE) & (link.room >= move.bytes)
+            row[taken] = link.code
+            link.take(taken, move)
 
     def _recompute(self, codes: Codes) -> tuple[Numbers, Numbers]:
         """Saved bytes, and seconds of recompute, of each state."""
@@ -99,12 +107,48 @@ class Director:
         return kept, seconds
 
 
-def _late(total: Numbers, seconds: float) -> Numbers:
-    """How many more seconds one more transfer exposes."""
-    return np.maximum(total + seconds, 0.0) - np.maximum(total, 0.0)
+def _queue(items: Sequence[Item], tier: Tier) -> Queue:
+    """The items that may move to a tier, those first that free most bytes for each second."""
+    moves = [(i, item.move(tier.decision)) for i, item in enumerate(items) if item.bytes > 0]
+    movable = [(i, move) for i, move in moves if move is not None]
+    return sorted(movable, key=lambda m: (m[1].seconds_out + m[1].seconds_in) / items[m[0]].bytes)
 
 
-def _move(taken: npt.NDArray[np.bool_], *amounts: tuple[Numbers, float]) -> None:
-    """Add to each total its amount, where an item is taken."""
-    for total, amount in amounts:
-        total += taken * amount
+class _Link:
+    """What crosses the link to a tier, in each of many states.
+
+    Attributes:
+        code: Code of the items there.
+        out: Seconds on the link out beyond those that are hidden, below zero while some are left.
+        into: The same on the link back.
+        bare: Seconds that are exposed in any case.
+        room: Bytes left there.
+    """
+
+    def __init__(self, tier: Tier, states: int):
+        self.code = code_of(tier.decision)
+        self.out = np.full(states, -float(tier.hidden_out))
+        self.into = np.full(states, -float(tier.hidden_in))
+        self.bare = np.zeros(states)
+        self.room = np.full(states, float(tier.capacity))
+
+    def take(self, taken: npt.NDArray[np.bool_], move: Move) -> None:
+        """Move an item in these states."""
+        self.out += taken * move.seconds_out
+        self.into += taken * move.seconds_in
+        self.bare += taken * move.seconds_exposed
+        self.room -= taken * move.bytes
+
+    def late(self, move: Move) -> Numbers:
+        """How many more seconds one more transfer exposes."""
+        return (
+            np.maximum(self.out + move.seconds_out, 0.0)
+            - np.maximum(self.out, 0.0)
+            + np.maximum(self.into + move.seconds_in, 0.0)
+            - np.maximum(self.into, 0.0)
+            + move.seconds_exposed
+        )
+
+    def exposed(self) -> Numbers:
+        """Seconds that are not hidden."""
+        return np.maximum(self.out, 0.0) + np.maximum(self.into, 0.0) + self.bare

@@ -1,13 +1,14 @@
 """Improvement: fills the slack of a state, and swaps what it keeps."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from jdelta._problem import Problem
+from jdelta._problem import Item, Problem, Tier
 from jdelta._solver.chains import Chains
-from jdelta._solver.director import OFFLOAD, RECOMPUTE, SAVE, Codes, Numbers
+from jdelta._solver.director import MOVED, RECOMPUTE, SAVE, Codes, Numbers, code_of
 from jdelta._solver.frontier import Frontier, Gap, descending
 
 _CORE, _COPIES, _SUMS, _BEST = 24, 4, 512, 128
@@ -44,14 +45,9 @@ class Exchange:
 
     def __init__(self, problem: Problem, chains: Chains):
         items = problem.items
-        self.problem = problem
         self.chains = chains
         self.bytes = np.array([item.bytes for item in items], dtype=float)
-        self.host = np.array([item.host_bytes for item in items], dtype=float)
-        self.movable = np.array([item.offloadable for item in items], dtype=bool)
-        self.out = np.array([item.seconds_out if item.offloadable else 0.0 for item in items])
-        self.bare = np.array([item.seconds_exposed for item in items], dtype=float)
-        self.into = np.array([item.seconds_in if item.offloadable else 0.0 for item in items])
+        self.links = [_Link(items, tier) for tier in problem.tiers]
 
     def propose(self, frontier: Frontier, gap: Gap) -> list[Codes]:
         """States that probably beat the frontier.
@@ -91,15 +87,24 @@ class Exchange:
         """All moves that lose no more than the slack."""
         limits = (slack + price * self.bytes).tolist()
         chain = np.array([self.chains.seconds(i, limit=limit) for i, limit in enumerate(limits)])
-        enter, leave = self._exposure(codes)
-        gone, saved, moved = codes == RECOMPUTE, codes == SAVE, codes == OFFLOAD
+        exposures = [link.exposure(codes) for link in self.links]
+        leave = sum((leave for _, leave in exposures), np.zeros(len(codes)))
+        gone, saved, moved = codes == RECOMPUTE, codes == SAVE, codes >= MOVED
         useful = (self.bytes > 0) & ~(gone & (chain == 0))
-        # Hidden seconds that an offloaded item sets free are worth as many bytes as it has.
+        # Hidden seconds that a moved item sets free are worth as many bytes as it has.
         freed = saved | (moved & (leave == 0))
         targets = (
             (RECOMPUTE, ~gone, -self.bytes * freed, chain - leave),
             (SAVE, gone | (leave > 0), self.bytes, -np.where(gone, chain, leave)),
-            (OFFLOAD, self._room(codes) & (enter > 0), -self.bytes * saved, enter - chain * gone),
+            *(
+                (
+                    link.code,
+                    link.room(codes) & ((enter > 0) | moved),
+                    -self.bytes * saved,
+                    enter - leave - chain * gone,
+                )
+                for link, (enter, _) in zip(self.links, exposures, strict=True)
+            ),
         )
         moves: list[_Move] = []
         for code, allowed, kept, seconds in targets:
@@ -110,17 +115,35 @@ class Exchange:
                 moves.append(_Move(rank, float(kept[i]), float(seconds[i]), i, code))
         return moves
 
-    def _room(self, codes: Codes) -> npt.NDArray[np.bool_]:
-        """Which items may be offloaded, and find room on the host."""
-        left = self.problem.host_capacity - float(self.host[codes == OFFLOAD].sum())
-        return self.movable & (self.host <= left)
 
-    def _exposure(self, codes: Codes) -> tuple[Numbers, Numbers]:
-        """Exposed seconds that offloading each item would add, and that bringing it back saves."""
-        moved = codes == OFFLOAD
+class _Link:
+    """The link to a tier, and what each item takes of it; nothing where it may not move.
+
+    Attributes:
+        code: Code of the items there.
+    """
+
+    def __init__(self, items: Sequence[Item], tier: Tier):
+        moves = [item.move(tier.decision) for item in items]
+        self.code = code_of(tier.decision)
+        self.capacity = tier.capacity
+        self.movable = np.array([move is not None for move in moves], dtype=bool)
+        self.bytes = np.array([move.bytes if move else 0.0 for move in moves])
+        self.bare = np.array([move.seconds_exposed if move else 0.0 for move in moves])
+        out = np.array([move.seconds_out if move else 0.0 for move in moves])
+        into = np.array([move.seconds_in if move else 0.0 for move in moves])
+        self.directions = ((out, tier.hidden_out), (into, tier.hidden_in))
+
+    def room(self, codes: Codes) -> npt.NDArray[np.bool_]:
+        """Which items may move there, and find room."""
+        left = self.capacity - float(self.bytes[codes == self.code].sum())
+        return self.movable & (self.bytes <= left)
+
+    def exposure(self, codes: Codes) -> tuple[Numbers, Numbers]:
+        """Exposed seconds that moving each item there adds, and that bringing it back saves."""
+        moved = codes == self.code
         enter, leave = self.bare.copy(), self.bare * moved
-        directions = ((self.out, self.problem.hidden_out), (self.into, self.problem.hidden_in))
-        for seconds, hidden in directions:
+        for seconds, hidden in self.directions:
             late = float(seconds[moved].sum()) - hidden
             enter += np.maximum(late + seconds, 0.0) - max(late, 0.0)
             leave[moved] += max(late, 0.0) - np.maximum(late - seconds[moved], 0.0)

@@ -3,15 +3,16 @@
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse
 import scipy.sparse.csgraph
 
+from jdelta._decision import Decision
 from jdelta._problem import Item
-from jdelta._solver.director import FREE, OFFLOAD, RECOMPUTE, SAVE, Codes, Numbers
+from jdelta._solver.director import FREE, MOVED, RECOMPUTE, SAVE, Codes, Numbers, code_of
 
 _FLOW = 2**30
 """All recompute seconds together, in the integer units of the flow."""
@@ -23,6 +24,29 @@ class Corner(NamedTuple):
     kept: float
     seconds: float
     codes: Codes
+
+
+class Exits(NamedTuple):
+    """How each item leaves the device if it is not recomputed.
+
+    Attributes:
+        seconds: Seconds of its transfers, none hidden; ``inf`` where it may not be moved.
+        codes: Its code then.
+    """
+
+    seconds: Numbers
+    codes: Codes
+
+    @classmethod
+    def of(cls, items: Sequence[Item], tiers: Collection[Decision]) -> "Exits":
+        """The quickest of the ways to some tiers."""
+        seconds = np.full(len(items), math.inf)
+        codes = np.full(len(items), SAVE, dtype=np.int8)
+        for index, item in enumerate(items):
+            for move in item.moves:
+                if move.to in tiers and move.seconds < seconds[index]:
+                    seconds[index], codes[index] = move.seconds, code_of(move.to)
+        return cls(seconds, codes)
 
 
 class Filter:
@@ -41,16 +65,16 @@ class Filter:
 
     Args:
         items: The items.
-        transfer: Exposed seconds that offloading each item takes; ``inf`` where it may not be.
+        exits: How each leaves if it is not recomputed.
         fixed: Codes of items that are decided already; ``FREE`` for all others.
     """
 
-    def __init__(self, items: Sequence[Item], transfer: Numbers, fixed: Codes):
+    def __init__(self, items: Sequence[Item], exits: Exits, fixed: Codes):
         size = len(items)
         self.bytes = np.array([item.bytes for item in items], dtype=float)
         self.seconds = np.array([item.seconds for item in items], dtype=float)
         self.needed = np.array([item.needed for item in items], dtype=bool)
-        self.transfer = transfer
+        self.exits = exits
         self.fixed = np.where(self.bytes == 0, SAVE, fixed)
         self.scale = _FLOW / (float(self.seconds.sum()) or 1.0)
         source, sink = 2 * size, 2 * size + 1
@@ -92,17 +116,17 @@ class Filter:
     def _at(self, price: float) -> list[Corner]:
         """The best states at a price, that which keeps least first."""
         worth = price * np.where(self.bytes > 0, self.bytes, 1.0)  # Not 0 times infinity.
-        stay = np.minimum(worth, self.transfer)
+        stay = np.minimum(worth, self.exits.seconds)
         stay[self.fixed != FREE] = 0.0
         stay[self.fixed == RECOMPUTE] = np.inf
-        code = np.where(self.transfer < worth, OFFLOAD, SAVE)
+        code = np.where(self.exits.seconds < worth, self.exits.codes, SAVE)
         corners = [self._corner(*sides, code) for sides in self._cut(stay)]
         return sorted(corners, key=lambda c: (c.kept, c.seconds))
 
     def _corner(self, used: Any, again: Any, code: Any) -> Corner:
         codes = np.where(used & ~again, code, RECOMPUTE)
         codes = np.where(self.fixed == FREE, codes, self.fixed).astype(np.int8)
-        moved = float(self.transfer[codes == OFFLOAD].sum())
+        moved = float(self.exits.seconds[(codes >= MOVED) & (self.fixed == FREE)].sum())
         seconds = float(self.seconds[used & again].sum()) + moved
         return Corner(float(self.bytes[codes == SAVE].sum()), seconds, codes)
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jdelta._problem import Problem
+from jdelta._decision import Decision
+from jdelta._problem import AWAY, Problem
 from jdelta._solution import Outcome, Solution
 from jdelta._solver.base import Solver
 from jdelta._solver.chains import Chains
-from jdelta._solver.director import DECISIONS, FREE, RECOMPUTE, SAVE, Codes, Director, Numbers
+from jdelta._solver.director import DECISIONS, FREE, RECOMPUTE, SAVE, Codes, Director
 from jdelta._solver.exchange import Exchange
-from jdelta._solver.filter import Filter
+from jdelta._solver.filter import Exits, Filter
 from jdelta._solver.frontier import Frontier
 from jdelta._solver.release import Release
 
@@ -29,14 +30,14 @@ _WIDE = 0.02
 
 @dataclass(frozen=True)
 class Knapsack(Solver):
-    """DELTA's knapsack heuristic, extended to chains and to offload in both directions.
+    """DELTA's knapsack heuristic, extended to chains and to transfers in both directions.
 
     DELTA (arXiv 2203.15980; ACM TACO 2024, doi:10.1145/3689338) releases tensors until the rest
     fits. The text of 2024 was not available: parts marked (R) are reconstructed from its abstract.
 
     - The *filter*, which item leaves: ``Filter`` at a price, ``Release`` one item at a time; by
       value density (R), where DELTA of 2022 took bytes times staleness.
-    - The *director*, recompute or offload: whichever costs less, chain or exposed transfer.
+    - The *director*, recompute or move: whichever costs less, chain or exposed transfer.
       ``Filter`` weighs the two with no second hidden; ``Director`` shares out the hidden ones.
     - *Re-pricing* of recompute chains after each change (R): ``Chains``.
     - The *best single item* as a guard (R): when every item fits by itself, and there are neither
@@ -61,7 +62,7 @@ class Knapsack(Solver):
         """The solutions among which every answer is chosen, whatever the capacity.
 
         Args:
-            problem: Its capacity has no influence; its host capacity has.
+            problem: Its capacity has no influence; those of its tiers have.
 
         Returns:
             Solutions from fewest ``kept_bytes`` to most, ``overhead`` strictly decreasing.
@@ -98,18 +99,18 @@ def _frontier(problem: Problem, prices: int, rounds: int) -> Frontier:
     chains = Chains(problem.items)
     frontier = Frontier(Director(problem), _STEP * sum(item.seconds for item in problem.items))
     frontier.add(_single_items(chains))
-    exposed, never = _transfer(problem), np.full(len(problem.items), math.inf)
     free = np.full(len(problem.items), FREE, dtype=np.int8)
-    frontier.add(*_releases(chains, never, free, prices))
-    if np.isfinite(exposed).any():
-        frontier.add(_releases(chains, exposed, free, prices)[0])
+    frontier.add(*_releases(chains, Exits.of(problem.items, ()), free, prices))
+    for ways in _ways(problem):
+        frontier.add(_releases(chains, Exits.of(problem.items, ways), free, prices)[0])
+    exits = Exits.of(problem.items, AWAY)
     exchange = Exchange(problem, chains)
     for _ in range(rounds):
         gaps = frontier.gaps(_GAPS, _MISSING)
         wishes = [wish for gap in gaps for wish in exchange.propose(frontier, gap)]
         if gaps and gaps[0].share > _WIDE:
             for fixed in frontier.sides(gaps[0]):
-                wishes += _releases(chains, exposed, fixed, prices)[0]
+                wishes += _releases(chains, exits, fixed, prices)[0]
         frontier.tried[[gap.state for gap in gaps]] = True
         frontier.add(wishes)
     return frontier
@@ -131,20 +132,21 @@ def _single_items(chains: Chains) -> list[Codes]:
     return states
 
 
-def _transfer(problem: Problem) -> Numbers:
-    """Seconds of offloading each item when none are hidden; ``inf`` where it may not be."""
-    seconds = [i.seconds_out + i.seconds_in + i.seconds_exposed for i in problem.items]
-    return np.where([item.offloadable for item in problem.items], seconds, math.inf)
+def _ways(problem: Problem) -> list[tuple[Decision, ...]]:
+    """Sets of tiers to move items to: all that are used, and if there are several each alone."""
+    used = {move.to for item in problem.items for move in item.moves}
+    alone = [(to,) for to in AWAY if to in used]
+    return alone if len(alone) < 2 else [AWAY, *alone]
 
 
 def _releases(
-    chains: Chains, transfer: Numbers, fixed: Codes, count: int
+    chains: Chains, exits: Exits, fixed: Codes, count: int
 ) -> tuple[list[Codes], list[float]]:
     """States at the filter's prices and on the way from each to the next, and their prices."""
-    corners = Filter(chains.items, transfer, fixed).corners(count)
+    corners = Filter(chains.items, exits, fixed).corners(count)
     states, prices = [corners[-1].codes], [0.0]
     for low, high in itertools.pairwise(corners):
-        release = Release(chains, transfer, high, low)
+        release = Release(chains, exits, high, low)
         found = release.states()
         states += found
         prices += [release.price] * len(found)

@@ -1,8 +1,9 @@
 """The exact solver: a mixed-integer linear programme, solved by HiGHS."""
 
+import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,20 +24,20 @@ which part: HiGHS may exceed a row by 1e-6, and takes what is within 1e-6 for a 
 class Milp(Solver):
     """Exact, and slow in the worst case: what heuristics are measured against.
 
-    DELTA's knapsack (ACM TACO 2024, doi:10.1145/3689338) with offload as a third way. The rows for
+    DELTA's knapsack (ACM TACO 2024, doi:10.1145/3689338) with ways to other memories. The rows for
     chains are those of Checkmate (arXiv 1910.02653) for a value computed again at most once. Item
-    ``i`` has binaries ``s_i`` (save) and ``o_i`` (offload) and a continuous ``r_i`` in [0, 1]
-    (computed again); ``x_out`` and ``x_in`` are exposed seconds::
+    ``i`` has binaries ``s_i`` (save) and ``m_it`` (move to tier ``t``) and a continuous ``r_i`` in
+    [0, 1] (computed again); ``x_t`` and ``y_t`` are exposed seconds of a link, out and in::
 
-        minimise    sum_i (seconds_i r_i + seconds_exposed_i o_i) + x_out + x_in
-        subject to  s_i + o_i <= 1
-                    r_i >= 1 - s_i - o_i                      for each needed i
-                    r_j >= r_i - s_j - o_j                    for each source j of i
+        minimise    sum_i seconds_i r_i + sum_t (sum_i exposed_it m_it + x_t + y_t)
+        subject to  s_i + sum_t m_it <= 1
+                    r_i >= 1 - s_i - sum_t m_it               for each needed i
+                    r_j >= r_i - s_j - sum_t m_jt             for each source j of i
                     sum_i bytes_i s_i <= capacity
-                    sum_i host_bytes_i o_i <= host_capacity
-                    x_out >= sum_i seconds_out_i o_i - hidden_out, and likewise x_in
+                    sum_i bytes_it m_it <= capacity_t
+                    x_t >= sum_i seconds_out_it m_it - hidden_out_t, and likewise y_t
 
-    With ``s`` and ``o`` binary the least ``r`` is 0 or 1 by itself.
+    With ``s`` and ``m`` binary the least ``r`` is 0 or 1 by itself.
 
     Attributes:
         time_limit: Seconds after which the best decisions so far are returned. With a limit the
@@ -49,6 +50,8 @@ class Milp(Solver):
     mip_rel_gap: float = 1e-4
 
     def _search(self, problem: Problem) -> Solution:
+        if not problem.items:  # a programme without columns is none
+            return Solution.of(problem, (), Outcome.OPTIMAL)
         programme = _Programme(problem)
         end = time.monotonic() + self.time_limit
         for _ in range(_CUTS):
@@ -70,7 +73,7 @@ class Milp(Solver):
 
 
 class _Memory(NamedTuple):
-    """One of the two memories.
+    """The device's memory, or a tier.
 
     Attributes:
         decision: What puts an item there.
@@ -86,7 +89,9 @@ class _Memory(NamedTuple):
 
 
 class _Programme:
-    """Matrix form of a problem. Columns: all s, all o, all r, x_out, x_in; rows: ``<= limit``.
+    """Matrix form of a problem. Columns: all s, of each tier all m, all r, of each tier x and y.
+
+    Each row is at most its limit.
 
     HiGHS's tolerances are absolute, so bytes are in units of their capacity, and seconds in units
     of all recompute seconds together.
@@ -96,15 +101,20 @@ class _Programme:
         self.problem = problem
         self.size = len(problem.items)
         self.second = 1.0 / (math.fsum(item.seconds for item in problem.items) or 1.0)
-        upper = [1.0] * self.size + [float(item.offloadable) for item in problem.items]
-        self.upper = upper + [1.0] * self.size + [math.inf, math.inf]
+        self.moves = [[item.move(t.decision) for item in problem.items] for t in problem.tiers]
+        self.again = (1 + len(problem.tiers)) * self.size
+        self.exposed = self.again + self.size
+        self.upper = [1.0] * self.size
+        for moves in self.moves:
+            self.upper += [float(move is not None) for move in moves]
+        self.upper += [1.0] * self.size + [math.inf] * (2 * len(problem.tiers))
         self.rows: list[Mapping[int, float]] = []
         self.limits: list[float] = []
-        held, moved = [i.bytes for i in problem.items], [i.host_bytes for i in problem.items]
-        self.memories = (
-            _Memory(Decision.SAVE, 0, held, problem.capacity),
-            _Memory(Decision.OFFLOAD, self.size, moved, problem.host_capacity),
-        )
+        held = [item.bytes for item in problem.items]
+        self.memories = [_Memory(Decision.SAVE, 0, held, problem.capacity)]
+        for k, (tier, moves) in enumerate(zip(problem.tiers, self.moves, strict=True), start=1):
+            weights = [move.bytes if move else 0.0 for move in moves]
+            self.memories.append(_Memory(tier.decision, k * self.size, weights, tier.capacity))
         self._add_decisions()
         self._add_directions()
         self._add_memories()
@@ -116,15 +126,16 @@ class _Programme:
         Raises:
             RuntimeError: HiGHS neither solved it nor ran out of time.
         """
-        items, size = self.problem.items, self.size
+        links = 2 * len(self.moves)
+        moves = itertools.chain.from_iterable(self.moves)
         result = scipy.optimize.milp(
             [
-                *[0.0] * size,
-                *[item.seconds_exposed * self.second for item in items],
-                *[item.seconds * self.second for item in items],
-                *[1.0, 1.0],
+                *[0.0] * self.size,
+                *[move.seconds_exposed * self.second if move else 0.0 for move in moves],
+                *[item.seconds * self.second for item in self.problem.items],
+                *[1.0] * links,
             ],
-            integrality=[1] * (2 * size) + [0] * (size + 2),
+            integrality=[1] * self.again + [0] * (self.size + links),
             bounds=scipy.optimize.Bounds(0.0, self.upper),  # pyright: ignore[reportArgumentType]
             constraints=self._constraints(),
             options={
@@ -140,11 +151,11 @@ class _Programme:
 
     def decisions(self, point: Any) -> list[Decision]:
         """Read a point's binaries."""
-        size = self.size
-        return [
-            Decision.SAVE if save > 0.5 else Decision.OFFLOAD if off > 0.5 else Decision.RECOMPUTE
-            for save, off in zip(point[:size], point[size : 2 * size], strict=True)
-        ]
+        decisions = [Decision.RECOMPUTE] * self.size
+        for memory in self.memories:
+            for i, chosen in enumerate(point[memory.column : memory.column + self.size]):
+                decisions[i] = memory.decision if chosen > 0.5 else decisions[i]
+        return decisions
 
     def cut_off(self, solution: Solution) -> bool:
         """Exclude a solution that is over a capacity because HiGHS rounds.
@@ -189,25 +200,27 @@ class _Programme:
 
     def _add_decisions(self) -> None:
         """Rows that say what is computed again."""
-        size = self.size
         for i, item in enumerate(self.problem.items):
-            self._add({i: 1.0, size + i: 1.0}, 1.0)
+            self._add(dict.fromkeys(self._kept(i), 1.0), 1.0)
             if item.needed:
-                self._add({i: -1.0, size + i: -1.0, 2 * size + i: -1.0}, -1.0)
+                self._add(dict.fromkeys((*self._kept(i), self.again + i), -1.0), -1.0)
             for j in item.sources:
-                self._add({2 * size + i: 1.0, j: -1.0, size + j: -1.0, 2 * size + j: -1.0}, 0.0)
+                unless = dict.fromkeys((*self._kept(j), self.again + j), -1.0)
+                self._add({self.again + i: 1.0, **unless}, 0.0)
+
+    def _kept(self, item: int) -> Iterator[int]:
+        """Columns of the binaries of which one is set if an item is kept somewhere."""
+        return (memory.column + item for memory in self.memories)
 
     def _add_directions(self) -> None:
         """Rows that say how much of the transfers is exposed."""
-        items = self.problem.items
-        movable = [i for i, item in enumerate(items) if item.offloadable]
-        for column, hidden, seconds in (
-            (3 * self.size, self.problem.hidden_out, [items[i].seconds_out for i in movable]),
-            (3 * self.size + 1, self.problem.hidden_in, [items[i].seconds_in for i in movable]),
-        ):
-            moved = zip(movable, seconds, strict=True)
-            row = {self.size + i: amount * self.second for i, amount in moved}
-            self._add(row | {column: -1.0}, hidden * self.second)
+        for k, (tier, moves) in enumerate(zip(self.problem.tiers, self.moves, strict=True)):
+            there = [(self.memories[k + 1].column + i, m) for i, m in enumerate(moves) if m]
+            out = {column: move.seconds_out * self.second for column, move in there}
+            into = {column: move.seconds_in * self.second for column, move in there}
+            exposed = self.exposed + 2 * k
+            self._add({**out, exposed: -1.0}, tier.hidden_out * self.second)
+            self._add({**into, exposed + 1: -1.0}, tier.hidden_in * self.second)
 
     def _add_memories(self) -> None:
         """Rows that say what fits; what does not fit by itself is ruled out by its bound."""
@@ -223,7 +236,7 @@ class _Programme:
     def _constraints(self) -> scipy.optimize.LinearConstraint:
         entries = [(k, column, a) for k, row in enumerate(self.rows) for column, a in row.items()]
         rows, columns, values = zip(*entries, strict=True)
-        shape = (len(self.rows), 3 * self.size + 2)
+        shape = (len(self.rows), len(self.upper))
         matrix = scipy.sparse.csr_array((values, (rows, columns)), shape=shape)
         limits: Any = self.limits
         return scipy.optimize.LinearConstraint(matrix, -math.inf, limits)

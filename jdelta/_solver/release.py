@@ -3,8 +3,8 @@
 import heapq
 
 from jdelta._solver.chains import Chains
-from jdelta._solver.director import OFFLOAD, RECOMPUTE, SAVE, Codes, Numbers
-from jdelta._solver.filter import Corner
+from jdelta._solver.director import MOVED, RECOMPUTE, SAVE, Codes
+from jdelta._solver.filter import Corner, Exits
 
 _HOPELESS = 8.0
 """Times the price at which it no longer matters by how much an item is dearer than others."""
@@ -20,15 +20,15 @@ class Release:
 
     Args:
         chains: Prices of chains; started anew here.
-        transfer: Exposed seconds that offloading each item takes.
+        exits: How each leaves if it is not recomputed.
         high: Where to start.
         low: Where to end, with fewer kept bytes and more seconds.
     """
 
-    def __init__(self, chains: Chains, transfer: Numbers, high: Corner, low: Corner):
+    def __init__(self, chains: Chains, exits: Exits, high: Corner, low: Corner):
         self.chains = chains
         self.bytes = [item.bytes for item in chains.items]
-        self.transfer: list[float] = transfer.tolist()
+        self.transfer: list[float] = exits.seconds.tolist()
         self.row = high.codes.copy()
         self.codes: list[int] = self.row.tolist()  # The same, for quick look-ups.
         self.goal: list[int] = low.codes.tolist()
@@ -73,9 +73,9 @@ class Release:
         """Seconds lost per byte, net of what the bytes are worth at the price."""
         old, new = self.codes[index], self.goal[index]
         lost = self.price * self.bytes[index] * ((new == SAVE) - (old == SAVE))
-        if new == OFFLOAD:
+        if new >= MOVED:
             lost += self.transfer[index]
-        if old == OFFLOAD:
+        if old >= MOVED:
             lost -= self.transfer[index]
         if new == RECOMPUTE:
             limit = _HOPELESS * self.price * self.bytes[index]
