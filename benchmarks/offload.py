@@ -24,11 +24,11 @@ import jdelta
 from benchmarks import programs, record
 from benchmarks.models import build, checkpoint
 from benchmarks.record import Row, mib, share
-from jdelta._items import offload_refusal
 from jdelta._measure import Measurement, measure
 from jdelta._residual import residuals
 from jdelta._target import resolve
 from jdelta._trace import trace
+from jdelta._ways import offload_refusal
 
 LAYERS, ROWS, WIDTH = 16, 32768, 1024
 GPT2 = {"batch": 8, "length": 1024, "dtype": jnp.bfloat16}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,36 +12,13 @@ from jdelta._decision import Decision
 from jdelta._errors import BudgetError, PlanMismatchError
 from jdelta._fusion import Compiler
 from jdelta._graph import Value
-from jdelta._problem import Item, Problem
+from jdelta._problem import AWAY, Item, Move, Problem, Tier
 from jdelta._residual import Residual
 from jdelta._target import Target
+from jdelta._ways import EXPOSED, Way, to_host
 
 _UNSAVEABLE = float(1 << 62)
 """Bytes of an item that must not be saved: more than any device has, yet finite to sum up."""
-
-HIDING = 0.8
-"""Share of the compute of units with offload that is expected to hide transfers."""
-
-EXPOSED = 0.15
-"""Share of a transfer that is expected to be exposed although there is compute to hide it."""
-
-LEAST_OFFLOAD = 1 << 20
-"""Bytes below which a buffer is not offloaded: the transfer would be all latency."""
-
-
-def offload_refusal(residual: Residual, target: Target) -> str | None:
-    """Why a residual must not be offloaded; None if it may."""
-    if target.offload_refusal:
-        return target.offload_refusal
-    if residual.loops > 1:
-        return "in nested loops, where XLA fails on offloaded values"
-    if residual.conditional:
-        return "in a branch of a cond, where XLA fails on offloaded values"
-    if residual.bytes < LEAST_OFFLOAD * residual.count or not residual.shape:
-        return "too small to be worth a transfer"
-    if residual.dtype.startswith("key"):
-        return "a PRNG key"
-    return None
 
 
 @dataclass(frozen=True)
@@ -50,12 +26,13 @@ class Items:
     """The residuals of a step as a problem, those that the user pinned taken out.
 
     Attributes:
-        problem: What is left to decide, with capacity zero. To drop a boundary means to offload it.
+        problem: What is left to decide, with capacity zero. To drop a boundary means to move it.
         deep: The same with boundaries to be decided about too; None where there are none that may
-            be offloaded.
+            be moved.
         whole: The same with all residuals, none pinned: it prices complete decisions.
         residuals: All residuals of the step.
         pinned: Decisions of the user's, by name.
+        leaving: What becomes of each boundary that does not stay.
     """
 
     problem: Problem
@@ -63,6 +40,7 @@ class Items:
     whole: Problem
     residuals: tuple[Residual, ...]
     pinned: Mapping[str, Decision]
+    leaving: Mapping[str, Decision]
 
     def decisions(self, chosen: Sequence[Decision]) -> dict[str, Decision]:
         """Decisions for all residuals, given those for the items.
@@ -71,7 +49,7 @@ class Items:
         that is kept) is dropped: JAX would not keep it either. Pins stay as they are.
         """
         free = {item.name: d for item, d in zip(self.problem.items, chosen, strict=True)}
-        given = [self.pinned.get(r.name) or _given(r, free) for r in self.residuals]
+        given = [self.pinned.get(r.name) or self._given(r, free) for r in self.residuals]
         again = self.whole.recomputed(given)
         kept = set(self.pinned)
         for r, more in zip(self.residuals, again, strict=True):
@@ -105,13 +83,11 @@ class Items:
 
     def without_offload(self) -> Items:
         """The same problem with nothing offloaded but what is pinned, and boundaries."""
-        closed = tuple(
-            replace(item, seconds_out=math.inf, seconds_in=math.inf) for item in self.problem.items
-        )
+        closed = tuple(_without(item, Decision.OFFLOAD) for item in self.problem.items)
         return replace(self, problem=replace(self.problem, items=closed))
 
     def recompute_seconds(self, decisions: Mapping[str, Decision]) -> float:
-        """Seconds that complete decisions add to the step, transfers left out."""
+        """Seconds that complete decisions add to the step, transfers to the host left out."""
         kept = {Decision.OFFLOAD: Decision.SAVE}
         given = [decisions[r.name] for r in self.residuals]
         return self.whole.overhead([kept.get(d, d) for d in given])
@@ -119,6 +95,18 @@ class Items:
     def overhead(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step."""
         return self.whole.overhead([decisions[r.name] for r in self.residuals])
+
+    def _given(self, r: Residual, free: Mapping[str, Decision]) -> Decision:
+        """The decision for a residual; a boundary stays, or leaves for another memory."""
+        if not r.boundary:
+            return free[r.name]
+        stays = free.get(r.name, Decision.SAVE) is Decision.SAVE
+        return Decision.SAVE if stays else self.leaving[r.name]
+
+
+def _without(item: Item, *decisions: Decision) -> Item:
+    """The item with these ways closed to it."""
+    return replace(item, moves=tuple(m for m in item.moves if m.to not in decisions))
 
 
 def _part_of(item: Item, number: int, parts: int, sources: tuple[int, ...]) -> Item:
@@ -128,10 +116,16 @@ def _part_of(item: Item, number: int, parts: int, sources: tuple[int, ...]) -> I
         bytes=item.bytes / parts,
         seconds=item.seconds / parts,
         sources=sources,
-        seconds_out=item.seconds_out / parts,
-        seconds_in=item.seconds_in / parts,
-        host_bytes=item.host_bytes / parts,
-        seconds_exposed=item.seconds_exposed / parts,
+        moves=tuple(
+            Move(
+                move.to,
+                move.seconds_out / parts,
+                move.seconds_in / parts,
+                move.bytes / parts,
+                move.seconds_exposed / parts,
+            )
+            for move in item.moves
+        ),
     )
 
 
@@ -140,119 +134,160 @@ def items_of(
     target: Target,
     host_budget: float,
     pin: Mapping[str, Decision | str],
+    files: Way | None = None,
 ) -> Items:
     """State the planning problem of a step.
 
+    Args:
+        residuals: Its residuals.
+        target: What it is compiled for.
+        host_budget: Bytes that may be offloaded to the host.
+        pin: Decisions of the user's, from patterns of names.
+        files: The way to files, if there is one.
+
     Raises:
-        PlanMismatchError: A pattern of ``pin`` fits no residual, or pins to the host what cannot
-            be offloaded.
-        BudgetError: More is pinned to the host than ``host_budget``.
+        PlanMismatchError: A pattern of ``pin`` fits no residual, or moves what cannot be.
+        BudgetError: More is pinned to another memory than there is room for.
     """
-    pinned = _pinned(residuals, target, pin)
-    away = sum(r.bytes for r in residuals if pinned.get(r.name) is Decision.OFFLOAD)
-    hidden = _hidden(residuals, target)
-    room = host_budget - away
-    if room < 0:
-        raise BudgetError(
-            f"pin= puts {format_bytes(away)} on the host, more than host_budget, "
-            f"{format_bytes(host_budget)}. Pin less there, or raise host_budget."
-        )
+    host = to_host(target, host_budget)
+    ways = (host, files) if files else (host,)
+    pinned = _pinned(residuals, ways, pin)
+    rooms = {way.decision: _room(way, residuals, pinned) for way in ways}
     inside = [r for r in residuals if not r.boundary]
     free = [r for r in residuals if r.boundary and r.name not in pinned]
-    entering = _fitting(free, target, room)
-    taken = sum(r.bytes for r in entering)
-    leaving = [r for r in residuals if not r.boundary or r in entering]
+    leaving = _leaving(free, ways, rooms)
+    left = {
+        d: room - sum(r.bytes for r in free if leaving.get(r.name) is d)
+        for d, room in rooms.items()
+    }
+    some = [r for r in residuals if not r.boundary or r.name in leaving]
+    problem = _Maker(target, ways)
+
+    def tiers(rooms: Mapping[Decision, float]) -> tuple[Tier, ...]:
+        return tuple(way.tier(residuals, rooms[way.decision]) for way in ways)
+
+    near, deep = tiers(rooms), tiers(left)
     return Items(
-        problem=Problem(_items(inside, target, pinned), 0.0, room, *hidden),
-        deep=Problem(_deep_items(leaving, target, pinned, hidden), 0.0, room - taken, *hidden)
-        if entering
+        problem=Problem(problem.items(inside, pinned), 0.0, near),
+        deep=Problem(problem.deep_items(some, pinned, deep, leaving), 0.0, deep)
+        if leaving
         else None,
-        whole=Problem(_items(residuals, target, {}), 0.0, math.inf, *hidden),
+        whole=Problem(problem.items(residuals, {}), 0.0, near),
         residuals=tuple(residuals),
         pinned=pinned,
+        leaving=leaving,
     )
 
 
-def _fitting(boundaries: Sequence[Residual], target: Target, room: float) -> list[Residual]:
-    """The boundaries that may leave the device, as many of the first as host memory takes."""
-    movable = [r for r in boundaries if offload_refusal(r, target) is None]
-    filled = itertools.accumulate(r.bytes for r in movable)
-    return [r for r, total in zip(movable, filled, strict=True) if total <= room]
+def _room(way: Way, residuals: Sequence[Residual], pinned: Mapping[str, Decision]) -> float:
+    """Bytes that a way has room for beside what is pinned there.
 
-
-def _hidden(residuals: Sequence[Residual], target: Target) -> tuple[float, float]:
-    """Seconds of transfer, out and in, that compute is expected to hide; compiling tells.
-
-    A backward pass takes about twice a forward pass, which is what computing all residuals takes.
+    Raises:
+        BudgetError: It has not even room for that.
     """
-    hiding = {r.region for r in residuals if offload_refusal(r, target) is None}
-    forward = sum(r.seconds for r in residuals if r.region in hiding)
-    return HIDING * forward, HIDING * 2 * forward
+    away = sum(r.bytes for r in residuals if pinned.get(r.name) is way.decision)
+    if away > way.room:
+        where, bound = _NAMES[way.decision]
+        raise BudgetError(
+            f"pin= puts {format_bytes(away)} {where}, more than {bound}, "
+            f"{format_bytes(way.room)}. Pin less there, or raise {bound}."
+        )
+    return way.room - away
 
 
-def _items(
-    residuals: Sequence[Residual], target: Target, pinned: Mapping[str, Decision]
-) -> tuple[Item, ...]:
-    """Items for the residuals; those pinned to memory are there anyway, so they are none."""
-    index: dict[str, int] = {}
-    items: list[Item] = []
-    for r in residuals:
-        if pinned.get(r.name) not in (Decision.SAVE, Decision.OFFLOAD):
-            index[r.name] = len(items)
-            sources = tuple(index[s] for s in r.sources if s in index)
-            items.append(_item(r, sources, target, held=r.name in pinned))
-    return tuple(items)
+_NAMES = {
+    Decision.OFFLOAD: ("on the host", "host_budget"),
+    Decision.SPILL: ("in files", "the limit of spill"),
+}
+"""How messages call what is in a memory, and its bound."""
 
 
-def _deep_items(
-    residuals: Sequence[Residual],
-    target: Target,
-    pinned: Mapping[str, Decision],
-    hidden: tuple[float, float],
-) -> tuple[Item, ...]:
-    """Items with boundaries among them: one that is not saved costs its transfers."""
-    entering = {r.name for r in residuals if r.boundary}
-    items = _items(residuals, target, pinned)
-    moving = sum(i.seconds_out + i.seconds_in for i in items if i.name in entering)
-    exposed = max(EXPOSED, 1 - sum(hidden) / moving) if moving else 1.0
-
-    def boundary(item: Item) -> Item:
-        seconds = exposed * (item.seconds_out + item.seconds_in)
-        return replace(item, seconds=seconds, seconds_out=math.inf, seconds_in=math.inf)
-
-    return tuple(boundary(item) if item.name in entering else item for item in items)
+def _leaving(
+    boundaries: Sequence[Residual], ways: Sequence[Way], rooms: Mapping[Decision, float]
+) -> dict[str, Decision]:
+    """Where boundaries go that do not stay: the first ones the first way, till it is full."""
+    leaving: dict[str, Decision] = {}
+    for way in ways:
+        movable = [r for r in boundaries if r.name not in leaving and way.refusal(r) is None]
+        filled = itertools.accumulate(r.bytes for r in movable)
+        pairs = zip(movable, filled, strict=True)
+        room = rooms[way.decision]
+        leaving.update((r.name, way.decision) for r, total in pairs if total <= room)
+    return leaving
 
 
-def _given(r: Residual, free: Mapping[str, Decision]) -> Decision:
-    """The decision for a residual; a boundary stays, or leaves for the host."""
-    if not r.boundary:
-        return free[r.name]
-    return Decision.SAVE if free.get(r.name, Decision.SAVE) is Decision.SAVE else Decision.OFFLOAD
+@dataclass(frozen=True)
+class _Maker:
+    """Makes items for a target, from which these ways lead."""
+
+    target: Target
+    ways: Sequence[Way]
+
+    def items(
+        self, residuals: Sequence[Residual], pinned: Mapping[str, Decision]
+    ) -> tuple[Item, ...]:
+        """Items for the residuals; those pinned to a memory are there anyway, so they are none."""
+        index: dict[str, int] = {}
+        items: list[Item] = []
+        for r in residuals:
+            if pinned.get(r.name, Decision.RECOMPUTE) is Decision.RECOMPUTE:
+                index[r.name] = len(items)
+                sources = tuple(index[s] for s in r.sources if s in index)
+                items.append(self._item(r, sources, held=r.name in pinned))
+        return tuple(items)
+
+    def deep_items(
+        self,
+        residuals: Sequence[Residual],
+        pinned: Mapping[str, Decision],
+        tiers: Sequence[Tier],
+        leaving: Mapping[str, Decision],
+    ) -> tuple[Item, ...]:
+        """Items with boundaries among them: one that is not saved costs its transfers."""
+        items = self.items(residuals, pinned)
+        exposed = {
+            tier.decision: _exposed(
+                tier, [i for i in items if leaving.get(i.name) is tier.decision]
+            )
+            for tier in tiers
+        }
+
+        def boundary(item: Item, to: Decision) -> Item:
+            move = item.move(to)
+            assert move is not None
+            seconds = exposed[to] * (move.seconds_out + move.seconds_in)
+            bare = 0.0 if seconds else move.seconds_exposed  # hidden by nothing
+            return _without(replace(item, seconds=seconds + bare), *AWAY)
+
+        return tuple(boundary(i, leaving[i.name]) if i.name in leaving else i for i in items)
+
+    def _item(self, r: Residual, sources: tuple[int, ...], *, held: bool) -> Item:
+        """One residual as an item; ``held`` leaves recomputing it as the only way."""
+        compiler = Compiler(self.target.platform)
+        value = Value(r.shape, r.dtype, r.bytes // max(1, r.count), r.spec)
+        stored = compiler.stored_bytes(value, read_narrowly=r.read_narrowly)
+        size = (stored if r.loops else compiler.bytes(value)) * r.count
+        moves = () if held else (way.move(r) for way in self.ways)
+        return Item(
+            name=r.name,
+            bytes=_UNSAVEABLE if held else size,
+            seconds=r.seconds,
+            sources=sources,
+            needed=r.needed,
+            moves=tuple(move for move in moves if move),
+        )
 
 
-def _item(r: Residual, sources: tuple[int, ...], target: Target, *, held: bool) -> Item:
-    """One residual as an item; ``held`` leaves recomputing it as the only way."""
-    compiler, rates = Compiler(target.platform), target.rates
-    value = Value(r.shape, r.dtype, r.bytes // max(1, r.count), r.spec)
-    stored = compiler.stored_bytes(value, read_narrowly=r.read_narrowly)
-    size = (stored if r.loops else compiler.bytes(value)) * r.count
-    closed = held or offload_refusal(r, target) is not None
-    moved = r.bytes * r.repeats
-    return Item(
-        name=r.name,
-        bytes=_UNSAVEABLE if held else size,
-        seconds=r.seconds,
-        sources=sources,
-        needed=r.needed,
-        seconds_out=math.inf if closed else moved / rates.device_to_host,
-        seconds_in=math.inf if closed else moved / rates.host_to_device,
-        host_bytes=r.bytes,
-        seconds_exposed=EXPOSED * moved * (1 / rates.device_to_host + 1 / rates.host_to_device),
-    )
+def _exposed(tier: Tier, items: Sequence[Item]) -> float:
+    """Share of the transfers that is exposed if all these items move to a tier."""
+    moves = [move for item in items if (move := item.move(tier.decision))]
+    moving = sum(move.seconds_out + move.seconds_in for move in moves)
+    hidden = tier.hidden_out + tier.hidden_in
+    return max(EXPOSED, 1 - hidden / moving) if moving else 1.0
 
 
 def _pinned(
-    residuals: Sequence[Residual], target: Target, pin: Mapping[str, Decision | str]
+    residuals: Sequence[Residual], ways: Sequence[Way], pin: Mapping[str, Decision | str]
 ) -> dict[str, Decision]:
     pinned: dict[str, Decision] = {}
     for pattern, given in pin.items():
@@ -268,11 +303,22 @@ def _pinned(
         if not fitting:
             raise PlanMismatchError(
                 f"pin: {pattern!r} fits only what enters a region, which jax.checkpoint keeps: "
-                "save or offload it, or mark a larger unit with jdelta.remat"
+                "save or move it, or mark a larger unit with jdelta.remat"
             )
         for r in fitting:
-            refusal = offload_refusal(r, target) if decision is Decision.OFFLOAD else None
+            refusal = _refusal(r, ways, decision)
             if refusal:
-                raise PlanMismatchError(f"pin: {r.name!r} cannot be offloaded: {refusal}")
+                raise PlanMismatchError(f"pin: {r.name!r} cannot be {_DONE[decision]}: {refusal}")
             pinned[r.name] = decision
     return pinned
+
+
+_DONE = {Decision.OFFLOAD: "offloaded", Decision.SPILL: "spilled"}
+
+
+def _refusal(r: Residual, ways: Sequence[Way], decision: Decision) -> str | None:
+    """Why a decision must not be taken for a residual; None if it may."""
+    if decision not in AWAY:
+        return None
+    way = next((way for way in ways if way.decision is decision), None)
+    return way.refusal(r) if way else "no directory is given with spill="

@@ -236,7 +236,7 @@ def test_items_of_a_step():
     items = items_of(found, resolve("cpu"), 1e9, {"unit/tanh": "save"})
     names = [item.name for item in items.problem.items]
     assert "unit/tanh" not in names
-    assert not any(item.offloadable for item in items.problem.items)
+    assert not any(item.moves for item in items.problem.items)
     decisions = items.decisions([Decision.RECOMPUTE] * len(names))
     assert decisions["unit/tanh"] is Decision.SAVE
     assert set(decisions) == {r.name for r in found}

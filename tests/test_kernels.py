@@ -25,12 +25,12 @@ from jdelta._cost import operation_seconds
 from jdelta._emit import Step, emit
 from jdelta._fusion import Compiler, storage
 from jdelta._graph import graph_of
-from jdelta._items import offload_refusal
 from jdelta._nest import walk
 from jdelta._policy import Policy
 from jdelta._residual import residuals
 from jdelta._target import resolve
 from jdelta._trace import trace
+from jdelta._ways import offload_refusal
 from tests.planning import decided, under
 
 ROWS, WIDTH = 16, 16

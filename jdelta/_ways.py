@@ -1,0 +1,88 @@
+"""The ways that a residual may leave the device: to which memory, how fast, and what may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jdelta._decision import Decision
+from jdelta._problem import Move, Tier
+from jdelta._residual import Residual
+from jdelta._target import Target
+
+HIDING = 0.8
+"""Share of the compute of units with offload that is expected to hide transfers."""
+
+EXPOSED = 0.15
+"""Share of a transfer that is expected to be exposed although there is compute to hide it."""
+
+LEAST_OFFLOAD = 1 << 20
+"""Bytes below which a buffer is not offloaded: the transfer would be all latency."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A memory that residuals can leave the device for.
+
+    Attributes:
+        decision: What moves a residual there.
+        out: Bytes per second from the device.
+        into: Bytes per second back.
+        room: Bytes that residuals may take there.
+        refusal: Why a residual must not go there; None if it may.
+        hidden_out: Seconds on the link out that are hidden although the forward pass takes less.
+        bare: Names of the residuals whose transfers nothing hides.
+    """
+
+    decision: Decision
+    out: float
+    into: float
+    room: float
+    refusal: Callable[[Residual], str | None]
+    hidden_out: float = 0.0
+    bare: frozenset[str] = frozenset()
+
+    def move(self, r: Residual) -> Move | None:
+        """How a residual moves there; None where it must not."""
+        if self.refusal(r):
+            return None
+        moved = r.bytes * r.repeats
+        out, into = moved / self.out, moved / self.into
+        if r.name in self.bare:
+            return Move(self.decision, 0.0, 0.0, r.bytes, out + into)
+        return Move(self.decision, out, into, r.bytes, EXPOSED * (out + into))
+
+    def tier(self, residuals: Sequence[Residual], room: float) -> Tier:
+        """The memory, and seconds of transfer that compute is expected to hide; compiling tells.
+
+        A backward pass takes about twice a forward pass, which is what computing all residuals
+        takes.
+        """
+        hiding = {r.region for r in residuals if self.refusal(r) is None}
+        forward = HIDING * sum(r.seconds for r in residuals if r.region in hiding)
+        return Tier(self.decision, room, max(forward, self.hidden_out), 2 * forward)
+
+
+def to_host(target: Target, room: float) -> Way:
+    """Pinned host memory."""
+    rates = target.rates
+
+    def refusal(r: Residual) -> str | None:
+        return offload_refusal(r, target)
+
+    return Way(Decision.OFFLOAD, rates.device_to_host, rates.host_to_device, room, refusal)
+
+
+def offload_refusal(residual: Residual, target: Target) -> str | None:
+    """Why a residual must not be offloaded; None if it may."""
+    if target.offload_refusal:
+        return target.offload_refusal
+    if residual.loops > 1:
+        return "in nested loops, where XLA fails on offloaded values"
+    if residual.conditional:
+        return "in a branch of a cond, where XLA fails on offloaded values"
+    if residual.bytes < LEAST_OFFLOAD * residual.count or not residual.shape:
+        return "too small to be worth a transfer"
+    if residual.dtype.startswith("key"):
+        return "a PRNG key"
+    return None
