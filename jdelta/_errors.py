@@ -31,3 +31,7 @@ class TargetError(JdeltaError, ValueError):
 
 class TraceError(JdeltaError, ValueError):
     """The step takes no gradient, or none through what is marked with ``jdelta.remat``."""
+
+
+class SpillError(JdeltaError, RuntimeError):
+    """The SSD tier cannot be used, or failed during a step."""

@@ -1,0 +1,44 @@
+"""Builds the native part of the SSD tier into the wheel, or into the tree with an editable install.
+
+Without a compiler the installation goes on: all of jdelta but ``spill=`` works, which tries again at
+its first use and then says what is missing. A tree that is not installed builds at first use, too.
+"""
+
+import importlib.util
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+PACKAGE = Path(__file__).parent / "jdelta" / "_spill"
+
+
+def _load_build() -> Any:
+    """``jdelta/_spill/_build.py``, without importing jdelta, which is not installed yet."""
+    spec = importlib.util.spec_from_file_location("_build", PACKAGE / "_build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class NativeBuildHook(BuildHookInterface):
+    """Adds the native library to the wheel and says so in its tag."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Called by hatchling before it collects the files of a wheel."""
+        native = _load_build()
+        for old in PACKAGE.glob("libjdelta_spill-*.so"):
+            old.unlink()
+        try:
+            library = native.build(PACKAGE)
+        except native.BuildError as error:
+            self.app.display_warning(f"jdelta is installed without spill=: {error}")
+            return
+        build_data["artifacts"].append(library.relative_to(self.root).as_posix())
+        build_data["pure_python"] = False
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{platform}"

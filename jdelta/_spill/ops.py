@@ -1,0 +1,63 @@
+"""Traced operations that take a tensor out of memory and bring it back.
+
+The token that ``write`` returns and ``read`` takes is the only link between the two, so that order
+is data dependence and no ordered effect is needed. Both must be in one jitted computation: what is
+written is known by the execution of the program, the device, ``slot`` and ``row``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdelta._spill.store import Store
+
+TOKEN = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def write(store: Store, x: jax.Array, *, slot: int, row: Any = 0) -> jax.Array:
+    """Gives ``x`` to the store; does not wait for the device that it goes to.
+
+    Args:
+        store: Where to.
+        x: An array of any shape.
+        slot: Number of the spilled name in the plan.
+        row: Number of the iteration, traced inside loops; a write's ``(slot, row)`` is its own.
+
+    Returns:
+        The token for :func:`read`, an int32 scalar.
+    """
+    call = jax.ffi.ffi_call("jdelta_spill_write", TOKEN)
+    return call(x, _scalar(row), **_attributes(store, slot))
+
+
+def read(store: Store, token: jax.Array, aval: Any, *, slot: int, row: Any = 0) -> jax.Array:
+    """Gets back what was written with the same ``slot`` and ``row``; it can be read once.
+
+    Args:
+        store: Where from.
+        token: What :func:`write` returned.
+        aval: Has the shape and dtype of what was written.
+        slot: As at the write.
+        row: As at the write.
+    """
+    result = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    call = jax.ffi.ffi_call("jdelta_spill_read", result)
+    return call(token, _scalar(row), **_attributes(store, slot))
+
+
+def prefetch(store: Store, token: jax.Array, *, slot: int, row: Any = 0) -> jax.Array:
+    """Begins to bring back what will be read; the store does so by itself in reverse order."""
+    del store, slot, row
+    return token
+
+
+def _scalar(row: Any) -> jax.Array:
+    return jnp.asarray(row, jnp.int32)
+
+
+def _attributes(store: Store, slot: int) -> dict[str, Any]:
+    return {"store": np.int64(store.id), "slot": np.int64(slot)}
