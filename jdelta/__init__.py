@@ -1,10 +1,11 @@
-"""Plan a JAX training step to a memory budget: save, offload or recompute every intermediate."""
+"""Plan a JAX training step to a memory budget: save, offload, spill or recompute what it makes."""
 
 from jdelta._decision import Decision as Decision
 from jdelta._errors import BudgetError as BudgetError
 from jdelta._errors import JdeltaError as JdeltaError
 from jdelta._errors import OffloadError as OffloadError
 from jdelta._errors import PlanMismatchError as PlanMismatchError
+from jdelta._errors import SpillError as SpillError
 from jdelta._errors import TargetError as TargetError
 from jdelta._errors import TraceError as TraceError
 from jdelta._plan import DeferredPlan as DeferredPlan
@@ -16,6 +17,7 @@ from jdelta._remat import remat as remat
 from jdelta._residual import Residual as Residual
 from jdelta._solver import Knapsack as Knapsack
 from jdelta._solver import Milp as Milp
+from jdelta._spill import Spill as Spill
 from jdelta._target import Target as Target
 
 __version__ = "0.1.0"

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jdelta import _jax, _rows
 from jdelta._automatic import tracing
@@ -22,6 +23,8 @@ from jdelta._peak import Timeline, timeline
 from jdelta._policy import Policy
 from jdelta._region import AS_WRITTEN, Grouping, Session
 from jdelta._shardy import Shardings, shardings_of
+from jdelta._spill import Store
+from jdelta._spilling import Emitted, Spilling, spilled
 from jdelta._target import Target, is_on_host
 from jdelta._timing import TIMED, timed
 
@@ -38,6 +41,7 @@ class Step:
         aliases: From regions' names while tracing to their names in plans.
         automatic: Whether its regions are found in the program.
         grouping: How its loops over layers are to be run.
+        store: Where spilled values go.
     """
 
     fun: Callable[..., Any]
@@ -47,6 +51,7 @@ class Step:
     aliases: Mapping[str, str]
     automatic: bool = False
     grouping: Grouping = AS_WRITTEN
+    store: Store | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class Emission:
         options: Options of XLA to compile it with.
         simulated: Simulated peak of the whole program, arguments and results included, bytes per
             device.
+        spill_bytes: Bytes per device that it holds in files at once.
+        pool: Bytes of device memory beside the program's: on a CPU, those on their way to files.
     """
 
     policy: Policy | None
@@ -67,6 +74,8 @@ class Emission:
     lower: Callable[[], jax.stages.Lowered]
     options: Mapping[str, str]
     simulated: int
+    spill_bytes: int = 0
+    pool: int = 0
 
 
 def emit(step: Step, policy: Policy | None) -> Emission:
@@ -88,10 +97,14 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     platform = step.target.platform
     traced = first = _traced(jax.jit(planned, donate_argnums=step.donate), step, policy)
     graph = _graph(step, traced)
+    emitted = Emitted()
     if policy is not None:
         _check_names(policy, {str(op.name) for op, _ in walk(graph) if op.name})
         if step.grouping.layers > 1:
             run = functools.partial(_rows.evaluate, _jax.inline(traced.jaxpr))
+            traced = _again(step, traced, run)
+        if policy.spilled:
+            run, emitted = _spilled(step, traced, policy)
             traced = _again(step, traced, run)
         if policy.offloaded and platform in TIMED:
             traced = _again(step, traced, _timed(step, traced, least=policy.least))
@@ -102,9 +115,23 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         return traced.lower(lowering_platforms=(platform,))
 
     temporaries = timeline(graph, Compiler(platform))
-    simulated = temporaries.peak + _fixed_bytes(graph, step)
+    pool = min(emitted.bytes, step.store.spill.pool_bytes) if step.store else 0
+    pool = pool if platform == "cpu" else 0
+    simulated = temporaries.peak + _fixed_bytes(graph, step) + pool
     options = _options(step.target, policy, simulated)
-    return Emission(policy, temporaries, lower, options, simulated)
+    return Emission(policy, temporaries, lower, options, simulated, emitted.bytes, pool)
+
+
+def _spilled(
+    step: Step, traced: jax.stages.Traced, policy: Policy
+) -> tuple[Callable[..., list[Any]], Emitted]:
+    """The same step with its spilled values written and read."""
+    assert step.store is not None
+    specs = _shardings(step, traced.jaxpr).names
+    leaves = jax.tree.leaves(step.args)
+    meshes = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in leaves)
+    mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+    return spilled(traced.jaxpr, Spilling(step.store, policy.spills, specs, mesh))
 
 
 def _graph(step: Step, traced: jax.stages.Traced) -> Graph:
@@ -119,12 +146,15 @@ def _traced(planned: Any, step: Step, policy: Policy | None) -> jax.stages.Trace
     try:
         return planned.trace(*step.args)
     except ValueError as error:
-        if policy is None or not policy.offloaded or "<host>" not in str(error):
+        if policy is None or not (policy.offloaded or policy.spilled):
+            raise
+        if "<host>" not in str(error):
             raise
         raise OffloadError(
             "The step differentiates in reverse what it has differentiated in reverse already, and "
-            "JAX cannot transpose a copy to the host. Pin nothing there (host_budget=0), or take "
-            "the outer derivative with jax.jvp: jax.jvp(jax.grad(f), (x,), (v,))."
+            "JAX cannot transpose a copy to the host, nor to files. Pin nothing there "
+            "(host_budget=0, no spill=), or take the outer derivative with jax.jvp: "
+            "jax.jvp(jax.grad(f), (x,), (v,))."
         ) from error
 
 
@@ -187,7 +217,7 @@ def _options(target: Target, policy: Policy | None, needed: int) -> dict[str, st
 
 
 def _check_names(policy: Policy, found: set[str]) -> None:
-    missing = sorted((policy.saved | policy.offloaded) - found)
+    missing = sorted(policy.kept - found)
     if missing:
         raise PlanMismatchError(
             f"The step does not compute {len(missing)} of the values that the plan keeps: "

@@ -13,9 +13,11 @@ from jdelta._overlap import Overlap
 from jdelta._policy import Policy
 from jdelta._region import Grouping
 from jdelta._residual import Residual
+from jdelta._spill import Spill, SpillRates
 
-VERSION = 6
+VERSION = 7
 _SCALARS = {"int": int, "float": (int, float), "str": str}
+_RECORDS = {"grouping": Grouping, "spill": Spill, "spill_rates": SpillRates}
 P = TypeVar("P")
 
 
@@ -26,7 +28,7 @@ def save(plan: Any, path: str | os.PathLike[str]) -> None:
         value = getattr(plan, field.name)
         if field.name == "residuals":
             value = [dataclasses.asdict(residual) for residual in value]
-        elif isinstance(value, (Overlap, Grouping)):
+        elif isinstance(value, (Overlap, Grouping, Spill, SpillRates)):
             value = dataclasses.asdict(value)
         elif isinstance(value, Policy):
             value = _policy_record(value)
@@ -66,6 +68,7 @@ def _policy_record(policy: Policy) -> dict[str, Any]:
     return {
         "saved": sorted(policy.saved),
         "offloaded": sorted(policy.offloaded),
+        "spilled": sorted(policy.spilled),
         "recomputed": sorted(policy.recomputed),
         "regions": policy.regions,
         "writes_bits": policy.writes_bits,
@@ -79,10 +82,11 @@ def _read(field: dataclasses.Field[Any], value: Any) -> Any:
         return tuple(Residual(**{k: _tuples(v) for k, v in row.items()}) for row in value)
     if field.name == "overlap":
         return Overlap.of_record(value)
-    if field.name == "grouping":
-        return Grouping(**value)
+    if field.name in _RECORDS and value is not None:
+        return _RECORDS[field.name](**value)
     if field.name == "policy" and value is not None:
-        names = {k: frozenset[str](value[k]) for k in ("saved", "offloaded", "recomputed")}
+        sets = ("saved", "offloaded", "spilled", "recomputed")
+        names = {k: frozenset[str](value[k]) for k in sets}
         written, least = bool(value["writes_bits"]), bool(value["least"])
         regions, partly = _tuples(value["regions"]), frozenset[str](value["partly"])
         return Policy(**names, regions=regions, writes_bits=written, least=least, partly=partly)

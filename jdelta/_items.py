@@ -81,9 +81,9 @@ class Items:
                 items.append(_part_of(item, number, count, sources))
         return replace(self.problem, items=tuple(items))
 
-    def without_offload(self) -> Items:
-        """The same problem with nothing offloaded but what is pinned, and boundaries."""
-        closed = tuple(_without(item, Decision.OFFLOAD) for item in self.problem.items)
+    def without(self, *ways: Decision) -> Items:
+        """The same problem with nothing moved these ways but what is pinned, and boundaries."""
+        closed = tuple(_without(item, *ways) for item in self.problem.items)
         return replace(self, problem=replace(self.problem, items=closed))
 
     def recompute_seconds(self, decisions: Mapping[str, Decision]) -> float:

@@ -278,6 +278,11 @@ def may_inline(eqn: Eqn) -> bool:
     return is_call(eqn) and not placed and not eqn.effects
 
 
+def manual_axes(eqn: Eqn) -> Sequence[str]:
+    """The mesh axes that a ``shard_map`` maps over."""
+    return tuple(eqn.params["newly_manual_axes"])
+
+
 def is_shielded(eqn: Eqn) -> bool:
     """Whether the equation recomputes behind a barrier against CSE."""
     return bool(eqn.params.get("differentiated")) and bool(eqn.params.get("prevent_cse"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jdelta._boundary import with_boundaries
@@ -15,8 +15,10 @@ from jdelta._errors import BudgetError
 from jdelta._items import items_of
 from jdelta._planner import EARLY, GROUPS, MOST_COMPILES, Found, Search
 from jdelta._region import AS_WRITTEN, Grouping
+from jdelta._residual import Residual
 from jdelta._solver import Solver
 from jdelta._trace import Trace
+from jdelta._ways import Way
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Planning:
         traced: Stages the step, its loops run in the given way.
         step: What is compiled of it.
         host_room: Bytes that may be offloaded.
+        files: Tells for its residuals the way to files, if there is one.
         pin: Decisions taken by hand.
         solver: What decides.
         per_layer: Whether layers of a loop may be decided differently.
@@ -35,6 +38,7 @@ class Planning:
     traced: Callable[[Grouping], Trace]
     step: Callable[[Trace], Step]
     host_room: float
+    files: Callable[[Sequence[Residual]], Way | None]
     pin: Mapping[str, Decision | str]
     solver: Solver
     per_layer: bool
@@ -65,7 +69,8 @@ class Planning:
         trace = self.traced(grouping)
         step = self.step(trace)
         residuals = with_boundaries(trace, step.target)
-        items = items_of(residuals, step.target, self.host_room, self.pin)
+        files = self.files(residuals)
+        items = items_of(residuals, step.target, self.host_room, self.pin, files)
         return Search(step, items, trace, self.solver, before)
 
     def _nested(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:

@@ -17,7 +17,8 @@ from jdelta._call import Call, Static, call_of, described
 from jdelta._cost import program_seconds
 from jdelta._decision import Decision
 from jdelta._emit import Step
-from jdelta._errors import BudgetError, PlanMismatchError, TargetError
+from jdelta._errors import BudgetError, PlanMismatchError, SpillError, TargetError
+from jdelta._files import to_files
 from jdelta._layers import Planning
 from jdelta._measure import Measurement
 from jdelta._overlap import Overlap
@@ -28,9 +29,11 @@ from jdelta._region import Grouping
 from jdelta._residual import Residual
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
+from jdelta._spill import Spill, SpillRates, Store, measure_rates
 from jdelta._table import format_table, rows, summary
 from jdelta._target import Target, is_on_host, resolve
 from jdelta._trace import Trace, trace
+from jdelta._ways import Way
 
 MARGIN = 0.05
 """Share of a target's memory left to allocator and runtime when no budget is given."""
@@ -54,9 +57,11 @@ class Plan:
         budget: Bound on the peak per device of the whole compiled step, bytes.
         predicted_peak: Peak predicted before this plan was compiled, bytes per device.
         compiled_peak: Peak of the compiled program (arguments, results and temporaries, less
-            aliasing), bytes per device, as the target's compiler gives it.
+            aliasing), bytes per device, as the target's compiler gives it; on a CPU with it what is
+            in memory on its way to files.
         host_bytes: Bytes in pinned host memory in the compiled program: what is offloaded, and
             arguments and results that live there.
+        spill_bytes: Bytes per device that a step holds in files at once.
         overlap: What the compiled schedule hides of the transfers, by the target's rates.
         floor: Least peak that recomputing everything reaches, bytes; that of the plain step where
             the plain step fits.
@@ -73,6 +78,8 @@ class Plan:
         static: Arguments that are constants of the program, by number or name.
         arguments: Path, dtype and shape of each array among the others.
         fingerprint: Digest of the plain program the plan was made for.
+        spill: Where spilled values go; None if there is no such place.
+        spill_rates: Bytes per second written and read there when the plan was made.
         aliases: From regions' names while tracing to their names here.
         grouping: How the planned loops over layers are run. With several layers in an iteration
             these have decisions of their own (every second, every third...), or are under one
@@ -85,6 +92,7 @@ class Plan:
     predicted_peak: int
     compiled_peak: int
     host_bytes: int
+    spill_bytes: int
     overlap: Overlap = field(repr=False)
     floor: int
     ceiling: int
@@ -98,11 +106,14 @@ class Plan:
     static: Static = field(repr=False)
     arguments: tuple[str, ...] = field(repr=False)
     fingerprint: str
+    spill: Spill | None
+    spill_rates: SpillRates | None
     aliases: tuple[tuple[str, str], ...] = field(repr=False)
     grouping: Grouping
     _step: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
     _call: Call | None = field(default=None, repr=False, compare=False)
     _compiled: Any = field(default=None, repr=False, compare=False)
+    _store: Store | None = field(default=None, repr=False, compare=False)
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -116,6 +127,11 @@ class Plan:
         """What ``jax.checkpoint`` is to do with the results of an equation."""
         if self.policy is None:
             return jax.checkpoint_policies.everything_saveable(prim, *avals, **params)
+        if self.policy.spilled:
+            raise SpillError(
+                f"The plan spills {len(self.policy.spilled)} values, which a jax.checkpoint policy "
+                "cannot do. Use plan.jit or jdelta.jit, or plan without spill=."
+            )
         return self.policy(prim, *avals, **params)
 
     @property
@@ -135,6 +151,13 @@ class Plan:
     def prevents_cse(self, region: str) -> bool:
         """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
         return self.policy is None or self.policy.prevents_cse(region)
+
+    @functools.cached_property
+    def store(self) -> Store | None:
+        """What the step spills to when it runs; None if it spills nothing."""
+        if self.policy is None or not self.policy.spilled or self.spill is None:
+            return None
+        return self._store or Store(self.spill)
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
@@ -212,6 +235,7 @@ def plan(
     host_budget: int | str | None = None,
     pin: Mapping[str, Decision | str] = _NO_PINS,
     per_layer: bool = True,
+    spill: str | Spill | None = None,
 ) -> DeferredPlan: ...
 @overload
 def plan(
@@ -228,6 +252,7 @@ def plan(
     host_budget: int | str | None = None,
     pin: Mapping[str, Decision | str] = _NO_PINS,
     per_layer: bool = True,
+    spill: str | Spill | None = None,
 ) -> Plan: ...
 def plan(
     step_fn: Callable[..., Any],
@@ -241,6 +266,7 @@ def plan(
     host_budget: int | str | None = None,
     pin: Mapping[str, Decision | str] = _NO_PINS,
     per_layer: bool = True,
+    spill: str | Spill | None = None,
 ) -> Plan | DeferredPlan:
     """Plan a training step to a memory budget, compile it under the plan and check it.
 
@@ -272,6 +298,9 @@ def plan(
         per_layer: Whether layers of a scan may be decided differently where that pays. The planned
             loop then runs several layers in an iteration, which ``plan.jit`` can do, but no plan
             used as a mere policy: False where the plan is to be one.
+        spill: A directory for values that neither device nor host have room for, or a
+            ``jdelta.Spill``: they are written to files there in the forward pass, and read back
+            ahead of their use. Only ``plan.jit`` and ``jdelta.jit`` can do that.
 
     Returns:
         A ``Plan``; without ``args`` a ``DeferredPlan``.
@@ -283,6 +312,7 @@ def plan(
         TargetError: The target is unknown or its compiler is not installed.
         OffloadError: The compiled program does not offload what was planned.
         PlanMismatchError: A pattern of ``pin`` fits nothing.
+        SpillError: Nothing can be spilled on the target, or to the directory.
     """
     options: dict[str, Any] = {
         "target": target,
@@ -292,6 +322,7 @@ def plan(
         "host_budget": host_budget,
         "pin": pin,
         "per_layer": per_layer,
+        "spill": None if spill is None else Spill.of(spill),
     }
     if budget is not None:
         parse_budget(budget)
@@ -387,6 +418,7 @@ def _plan(
     host_budget: int | str | None,
     pin: Mapping[str, Decision | str],
     per_layer: bool,
+    spill: Spill | None,
 ) -> Plan:
     where = resolve(target, call.args)
     bound = parse_budget(int(where.memory * (1 - MARGIN)) if budget is None else budget)
@@ -399,15 +431,20 @@ def _plan(
     placed = call.args
     donate = call.donated(donate_argnums)
     host_room = _host_capacity(host_budget, where, placed)
+    store, rates = _spilling(spill, where)
+
+    def files(residuals: Sequence[Residual]) -> Way | None:
+        return to_files(spill, rates, residuals) if spill and rates else None
 
     def traced(grouping: Grouping) -> Trace:
         return trace(call.fun, *placed, grouping=grouping, platform=where.platform)
 
     def step(found: Trace) -> Step:
         aliases, automatic = found.aliases, found.automatic
-        return Step(call.fun, placed, donate, where, aliases, automatic, found.grouping)
+        return Step(call.fun, placed, donate, where, aliases, automatic, found.grouping, store)
 
-    search, result = Planning(traced, step, host_room, pin, solver, per_layer).result(bound)
+    planning = Planning(traced, step, host_room, files, pin, solver, per_layer)
+    search, result = planning.result(bound)
     found, best = search.trace, result.best
     measurement: Measurement | None = best.measurement
     assert measurement is not None
@@ -418,6 +455,7 @@ def _plan(
         predicted_peak=best.predicted,
         compiled_peak=best.peak,
         host_bytes=measurement.all_host,
+        spill_bytes=best.emission.spill_bytes,
         overlap=measurement.overlap,
         floor=result.floor,
         ceiling=result.ceiling,
@@ -431,12 +469,24 @@ def _plan(
         static=static,
         arguments=described(placed),
         fingerprint=found.fingerprint,
+        spill=spill,
+        spill_rates=rates,
         aliases=tuple(found.aliases.items()),
         grouping=found.grouping,
         _step=step_fn,
         _call=call,
         _compiled=best.compiled,
+        _store=store,
     )
+
+
+def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillRates | None]:
+    """The store that a step would spill to, and how fast it is."""
+    if spill is None:
+        return None, None
+    if target.platform != "cpu":
+        raise SpillError(f"spill=: nothing can be spilled on {target.name} yet; leave it out")
+    return Store(spill), measure_rates(spill)
 
 
 def _result(found: Found) -> str:

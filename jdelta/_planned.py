@@ -85,13 +85,15 @@ def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Comp
         dict(plan.aliases),
         found.automatic,
         plan.grouping,
+        plan.store,
     )
     emission = emit(step, plan.policy)
     program, measurement = measure(emission.lower(), target, emission.options, executable=True)
-    if program is None or measurement.peak > plan.budget:
+    peak = measurement.peak + emission.pool
+    if program is None or peak > plan.budget:
         raise BudgetError(
             f"Compiled with donate_argnums={donate} the step needs "
-            f"{format_bytes(measurement.peak)}, over the budget of {format_bytes(plan.budget)}; "
+            f"{format_bytes(peak)}, over the budget of {format_bytes(plan.budget)}; "
             f"it was planned with donate_argnums={plan.donate_argnums}."
         )
     return program

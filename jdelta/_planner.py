@@ -14,7 +14,7 @@ import numpy as np
 from jdelta._budget import Budget, format_bytes
 from jdelta._decision import Decision
 from jdelta._emit import Emission, Step, emit
-from jdelta._errors import BudgetError, OffloadError
+from jdelta._errors import BudgetError, OffloadError, SpillError
 from jdelta._host import without_place
 from jdelta._items import Items
 from jdelta._measure import Measurement, measure
@@ -94,9 +94,9 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """Compiled peak, bytes per device."""
+        """Compiled peak and what spilling holds beside it, bytes per device."""
         assert self.measurement is not None
-        return self.measurement.peak
+        return self.measurement.peak + self.emission.pool
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,8 @@ class Search:
         self.trace = trace
         self.solver = solver
         pins = frozenset(items.pinned.items())
-        key = (trace.fingerprint, step.target.name, step.donate, items.problem, pins)
+        spill = step.store and step.store.spill
+        key = (trace.fingerprint, step.target.name, step.donate, items.problem, pins, spill)
         self._known = before._known if before else _known.setdefault(key, {})
         self._errors = dict(before._errors) if before else {}
         self._emitted: dict[Policy | None, Emission] = {}
@@ -285,11 +286,11 @@ class Search:
                 break
             candidate = self._compile(candidate)
             if self._offload_failed(candidate):
-                self.items = self.items.without_offload()
+                self.items = self.items.without(Decision.OFFLOAD)
                 continue
             quicker_near = self._better_without_offload(candidate)
             if quicker_near:
-                self.items = self.items.without_offload()
+                self.items = self.items.without(Decision.OFFLOAD)
             if candidate.peak > bound:
                 excess = candidate.peak - bound
             elif best is None or candidate.overhead <= best.overhead:
@@ -350,9 +351,15 @@ class Search:
         try:
             return self._candidate(solution.decisions, solution.outcome)
         except OffloadError:
-            if Decision.OFFLOAD in self.items.pinned.values():
+            away = {Decision.OFFLOAD, Decision.SPILL}
+            if away & set(self.items.pinned.values()):
                 raise
-            self.items = self.items.without_offload()
+            self.items = self.items.without(*away)
+            return self._decide(capacity)
+        except SpillError:
+            if Decision.SPILL in self.items.pinned.values():
+                raise
+            self.items = self.items.without(Decision.SPILL)
             return self._decide(capacity)
 
     def _candidate(self, chosen: Sequence[Decision], outcome: Outcome) -> Candidate:
@@ -384,16 +391,16 @@ class Search:
         self.compiles += 1
         emission = candidate.emission
         compiled, measurement = measure(emission.lower(), self.step.target, emission.options)
-        if candidate.decisions is not None and measurement.peak <= OUTLIER * candidate.predicted:
-            self._errors[emission.timeline.peak] = measurement.peak - emission.simulated
         candidate = replace(candidate, measurement=measurement, compiled=compiled)
+        if candidate.decisions is not None and candidate.peak <= OUTLIER * candidate.predicted:
+            self._errors[emission.timeline.peak] = candidate.peak - emission.simulated
         if candidate.decisions is not None and measurement.host:
             recompute = self.items.recompute_seconds(candidate.decisions)
             seconds = recompute + measurement.overlap.exposed + self._extra
             candidate = replace(candidate, overhead=seconds)
         if candidate.emission.policy is not None and not self._offload_failed(candidate):
             key = self.step.grouping, candidate.emission.policy
-            self._known[key] = candidate.overhead, measurement.peak
+            self._known[key] = candidate.overhead, candidate.peak
         return candidate
 
     def _offload_failed(self, candidate: Candidate) -> bool:
@@ -417,7 +424,7 @@ class Search:
 
     def _better_without_offload(self, candidate: Candidate) -> bool:
         """Whether recompute alone is quicker than transfers as exposed as the compiler has them."""
-        decisions, near = candidate.decisions, self.items.without_offload()
+        decisions, near = candidate.decisions, self.items.without(Decision.OFFLOAD)
         assert decisions is not None
         if near.problem == self.items.problem or Decision.OFFLOAD not in decisions.values():
             return False

@@ -27,6 +27,8 @@ class Policy:
     Attributes:
         saved: Names kept on the device.
         offloaded: Names copied to pinned host memory and back.
+        spilled: Names written to files and read back. To ``jax.checkpoint`` they are offloaded; the
+            step is then evaluated once more: see ``_spilling.py``.
         recomputed: Names dropped; a value without any decision is dropped too.
         regions: From each region that the decisions are for to the number of loops around it.
         writes_bits: Whether random bits are written to memory before they are read: TPUs need it.
@@ -41,6 +43,7 @@ class Policy:
     writes_bits: bool = False
     least: bool = False
     partly: frozenset[str] = frozenset()
+    spilled: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -70,6 +73,7 @@ class Policy:
             writes_bits=platform == "tpu",
             least=least,
             partly=partly,
+            spilled=names[Decision.SPILL],
         )
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
@@ -81,9 +85,27 @@ class Policy:
 
     def decision(self, name: str) -> Decision:
         """The decision for a residual of the plan."""
-        if name in self.saved:
-            return Decision.SAVE
-        return Decision.OFFLOAD if name in self.offloaded else Decision.RECOMPUTE
+        for decision, names in self._sets.items():
+            if name in names:
+                return decision
+        return Decision.RECOMPUTE
+
+    def spills(self, name: RegionName) -> bool:
+        """Whether the value of a traced name is spilled."""
+        return bool(self.spilled) and self._known(name) in self.spilled
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names of all values that are not computed again."""
+        return self.saved | self.offloaded | self.spilled
+
+    @property
+    def _sets(self) -> Mapping[Decision, frozenset[str]]:
+        return {
+            Decision.SAVE: self.saved,
+            Decision.OFFLOAD: self.offloaded,
+            Decision.SPILL: self.spilled,
+        }
 
     @property
     def offloads_outside_loops(self) -> bool:
@@ -117,7 +139,7 @@ class Policy:
     def _by_name(self) -> Any:
         return jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=sorted(self.saved),
-            names_which_can_be_offloaded=sorted(self.offloaded),
+            names_which_can_be_offloaded=sorted(self.offloaded | self.spilled),
             offload_src="device",
             offload_dst="pinned_host",
         )
@@ -156,7 +178,7 @@ class Policy:
                 "part of, or give the region the name it had with jdelta.remat(name=…)."
             )
         inner = name.removeprefix(name.region)
-        planned = {(call + inner in self.saved, call + inner in self.offloaded) for call in calls}
+        planned = {self.decision(call + inner) for call in calls}
         if len(planned) > 1:
             raise PlanMismatchError(
                 f"The plan decides differently for {sorted(call + inner for call in calls)[:3]}…, "

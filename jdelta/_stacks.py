@@ -85,7 +85,7 @@ class Stacks:
 
     def wait(self, values: Iterable[Any]) -> None:
         """Let no later fetch start before these values are there."""
-        zeros = functools.reduce(lax.add, map(_zero, values), self._zero)
+        zeros = functools.reduce(lax.add, map(zero_of, values), self._zero)
         self._zero = lax.optimization_barrier(zeros)  # computed once, not in every reader
 
     def read(self, v: Var) -> Any:
@@ -147,7 +147,7 @@ def _packed(shape: tuple[int, ...], cut: Sequence[bool]) -> tuple[int, ...]:
     return (*shape[:axis], row) if whole else shape
 
 
-def _zero(value: Any) -> Any:
+def zero_of(value: Any) -> Any:
     """Zero, though the compiler cannot know: whether an element is greater than infinity."""
     corner = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim)
     return (lax.reshape(corner, ()) > jnp.inf).astype(jnp.int32)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _NUMBERED = re.compile(r"(?<=_)\d+(?=/|$)|(?<![^/])\d+(?=/|$)")
 _SMALL = 0.002
-_ORDER = {Decision.SAVE: 0, Decision.OFFLOAD: 1, Decision.RECOMPUTE: 2}
+_ORDER = {Decision.SAVE: 0, Decision.OFFLOAD: 1, Decision.SPILL: 2, Decision.RECOMPUTE: 3}
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,13 @@ class Row:
         """The reason for the decision, in a few words."""
         recompute = f"recompute {format_seconds(self.seconds)}"
         if self.sample.boundary:
-            return "enters a unit: stays unless offloaded"
+            return "enters a unit: stays unless it is moved"
         if self.decision is Decision.SAVE:
             return f"saves {recompute}"
         if self.decision is Decision.OFFLOAD:
             return f"transfer instead of {recompute}"
+        if self.decision is Decision.SPILL:
+            return f"file instead of {recompute}"
         if not self.sample.needed:
             return "backward reads it only through others"
         return recompute if self.seconds else "fused where it is read"
@@ -129,6 +131,7 @@ def summary(plan: Plan) -> str:
         f"(predicted {format_bytes(plan.predicted_peak)}; "
         f"{_bound(plan, 'floor', 'floor')}, {_bound(plan, 'plain step', 'ceiling')})",
         "on the host": _on_the_host(plan),
+        "in files": _in_files(plan),
         "loops": _loops(plan.grouping),
         "overhead": f"{format_seconds(plan.overhead)} on a step of "
         f"{format_seconds(plan.step_seconds)} (predicted, "
@@ -150,6 +153,16 @@ def _on_the_host(plan: Plan) -> str:
     return (
         f"{format_bytes(plan.host_bytes)}; {format_seconds(seconds)} of transfers, "
         f"{plan.overlap.hidden:.0%} of it behind compute (read in the compiled schedule)"
+    )
+
+
+def _in_files(plan: Plan) -> str:
+    if plan.spill is None or plan.spill_rates is None:
+        return ""
+    return (
+        f"{format_bytes(plan.spill_bytes)} in {plan.spill.path}, which takes "
+        f"{format_bytes(round(plan.spill_rates.write))}/s and gives "
+        f"{format_bytes(round(plan.spill_rates.read))}/s"
     )
 
 

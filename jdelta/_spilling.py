@@ -1,0 +1,345 @@
+"""Spilled values: the part of a plan that writes them to files, and reads them back.
+
+To JAX a spilled value is an offloaded one, so that the staged step copies it to host memory and
+back. Here the step is evaluated once more, and where it had such a pair of copies it now writes
+the value and reads it: what goes from the forward to the backward pass is a token. Loops stack the
+tokens of their iterations.
+
+A read begins when the backward pass gets to it: in a loop with its iteration, elsewhere with the
+backward unit that needs it, since its token depends on what that unit is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdelta import _jax, _transfer
+from jdelta._errors import SpillError
+from jdelta._jax import Eqn, Jaxpr, Var
+from jdelta._naming import RegionName
+from jdelta._scan import Scan
+from jdelta._shardy import Spec
+from jdelta._spill import Store, read, write
+from jdelta._stacks import zero_of
+
+
+@dataclass
+class Emitted:
+    """What an evaluation writes.
+
+    Attributes:
+        bytes: Bytes per device that are in files at once.
+        records: How many values that are.
+    """
+
+    bytes: int = 0
+    records: int = 0
+
+
+@dataclass(frozen=True)
+class Spilling:
+    """How the values of a step are spilled.
+
+    Attributes:
+        store: Where to.
+        is_spilled: Whether the plan spills the value of a name.
+        specs: From names to how their values are sharded over the mesh.
+        mesh: The devices of the step; None for one, and inside of a ``shard_map``.
+    """
+
+    store: Store
+    is_spilled: Callable[[RegionName], bool]
+    specs: Mapping[str, Spec] = field(default_factory=dict[str, Spec])
+    mesh: Mesh | None = None
+
+
+def spilled(closed: Jaxpr, spilling: Spilling) -> tuple[Callable[..., list[Any]], Emitted]:
+    """The program of a staged step with its spilled values written and read.
+
+    Args:
+        closed: The step under a policy, staged.
+        spilling: How its values are spilled.
+
+    Returns:
+        A function of the flat arguments of ``closed`` to its flat results, and what it writes, to
+        be looked at once it has been traced.
+
+    Raises:
+        SpillError: When traced: the step does with a spilled value what a token cannot.
+    """
+    program = _transfer.copied_once(_jax.inline(closed))
+    emitted = Emitted()
+
+    def run(*args: Any) -> list[Any]:
+        emitted.bytes = emitted.records = 0
+        run = _Run(spilling, emitted, itertools.count())
+        results = run.program(program, args)
+        return [_whole(x, "the step hands out") for x in results]
+
+    return run, emitted
+
+
+@dataclass
+class _Record:
+    """A place in the program where a value is written.
+
+    Attributes:
+        slot: Its number in the store.
+        aval: Shape and dtype of the value, that of one iteration in a loop.
+        sharding: How it is cut over devices; None where it is not, and inside of a ``shard_map``.
+        is_read: Whether the program has read it: it may do so once.
+    """
+
+    slot: int
+    aval: Any
+    sharding: NamedSharding | None
+    is_read: bool = False
+
+
+@dataclass(frozen=True)
+class _Away:
+    """Stands for a spilled value, or a stack of them.
+
+    Attributes:
+        token: What writing it gave.
+        record: Where it was written.
+    """
+
+    token: Any
+    record: _Record
+
+
+@dataclass
+class _Run:
+    """One evaluation, or the part of it that is in a loop.
+
+    Attributes:
+        spilling: How values are spilled.
+        emitted: Counts what is written.
+        slots: Hands out slots.
+        row: Number of the iteration, over all loops around.
+        kept: Iterations that have their values in files at once.
+    """
+
+    spilling: Spilling
+    emitted: Emitted
+    slots: Any
+    row: Any = 0
+    kept: int = 1
+
+    def program(self, program: Jaxpr, args: Sequence[Any]) -> list[Any]:
+        """Evaluate a flat program; some of its values may be away."""
+        inner = _jax.open_jaxpr(program)
+        env: _jax.Env = dict(zip(inner.constvars, _jax.consts_of(program), strict=True))
+        env.update(zip(inner.invars, args, strict=True))
+        names: dict[Var, RegionName] = {}
+        back: dict[int, Any] = {}
+        for eqn in inner.eqns:
+            name = _jax.named_value(eqn)
+            if isinstance(name, RegionName):
+                names[eqn.outvars[0]] = name
+            env.update(zip(eqn.outvars, self._results(eqn, env, names, back), strict=True))
+        return _jax.read(env, inner.outvars)
+
+    def _results(
+        self, eqn: Eqn, env: _jax.Env, names: Mapping[Var, RegionName], back: dict[int, Any]
+    ) -> Sequence[Any]:
+        """The results of an equation; ``back`` holds what was read, by slot."""
+        inputs = _jax.read(env, eqn.invars)
+        away = [x for x in inputs if isinstance(x, _Away)]
+        if _transfer.crosses_to_host(eqn):
+            name = names.get(eqn.invars[0])
+            if name is not None and self.spilling.is_spilled(name):
+                return [self._write(name, inputs[0])]
+        elif _transfer.crosses_to_device(eqn) and away:
+            return [self._read(away[0], back)]
+        elif eqn.primitive.name == "scan" and (
+            away or _transfer.has_transfers(eqn.params["jaxpr"])
+        ):
+            return self._loop(eqn, inputs, back)
+        elif _jax.is_shielded(eqn) and away:
+            return self._unit(eqn, inputs, back)
+        elif eqn.primitive.name == "shard_map" and (
+            away or any(map(_transfer.has_transfers, _jax.subjaxprs(eqn)))
+        ):
+            return self._mapped(eqn, inputs)
+        if away or any(map(_transfer.has_transfers, _jax.subjaxprs(eqn))):
+            self._check(eqn, away)
+        one = _jax.single(eqn)
+        values = _jax.evaluate(one, *_jax.read(env, _jax.open_jaxpr(one).invars))
+        made = dict(zip(_jax.open_jaxpr(one).outvars, values, strict=True))
+        return [made.get(v) for v in eqn.outvars]
+
+    def _write(self, name: RegionName, value: Any) -> _Away:
+        sharding = self._sharding(name, value)
+        record = _Record(next(self.slots), jax.typeof(value), sharding)
+        self.emitted.records += 1
+        shape = sharding.shard_shape(value.shape) if sharding else value.shape
+        self.emitted.bytes += math.prod(shape) * value.dtype.itemsize * self.kept
+
+        def call(value: Any, row: Any) -> Any:
+            return write(self.spilling.store, value, slot=record.slot, row=row)
+
+        row = jnp.asarray(self.row, jnp.int32)
+        return _Away(_on_each(call, sharding, [True, False], False)(value, row), record)
+
+    def _read(self, away: _Away, back: dict[int, Any], after: Any = None) -> Any:
+        """Read a value, not before another one is there; one that was read already as it is."""
+        record = away.record
+        if record.slot in back:
+            return back[record.slot]
+        if record.is_read:
+            raise SpillError(
+                f"Two loops of the backward pass read one spilled value, {record.aval}, which can "
+                'be read once. Pin it to "save", or plan without spill=.'
+            )
+        record.is_read = True
+        shape = record.aval.shape
+        local = record.sharding.shard_shape(shape) if record.sharding else shape
+        aval = jax.ShapeDtypeStruct(local, record.aval.dtype)
+
+        def call(token: Any, row: Any) -> Any:
+            return read(self.spilling.store, token, aval, slot=record.slot, row=row)
+
+        token = away.token if after is None else away.token + zero_of(after)
+        row = jnp.asarray(self.row, jnp.int32)
+        back[record.slot] = _on_each(call, record.sharding, [False, False], True)(token, row)
+        return back[record.slot]
+
+    def _unit(self, eqn: Eqn, inputs: Sequence[Any], back: dict[int, Any]) -> list[Any]:
+        """A backward unit: what it reads is read when it begins."""
+        body = _jax.inline(_jax.subjaxpr(eqn))
+        body, fetched = _transfer.with_fetched_inputs(body)
+        given = [x for x in inputs if not isinstance(x, _Away) and _is_float(x)]
+        after = given[-1] if given else None  # cotangents come last
+        there = [
+            self._read(x, back, after) if is_fetched and isinstance(x, _Away) else x
+            for x, is_fetched in zip(inputs, fetched, strict=True)
+        ]
+        held = [x for x in there if not isinstance(x, _Away)]
+        behind = iter(lax.optimization_barrier(held))
+        return self.program(body, [x if isinstance(x, _Away) else next(behind) for x in there])
+
+    def _loop(self, eqn: Eqn, inputs: Sequence[Any], back: dict[int, Any]) -> list[Any]:
+        """A loop: it takes and makes stacks of tokens."""
+        loop = Scan.of(eqn, inputs)
+        consts = [self._read(x, back) if isinstance(x, _Away) else x for x in loop.consts]
+        start = [_whole(x, "a loop carries") for x in loop.carry]
+        taken = [x.record if isinstance(x, _Away) else None for x in loop.xs]
+        xs = [x.token if isinstance(x, _Away) else x for x in loop.xs]
+        stacks = any(_jax.on_host(v.aval) for v in eqn.outvars)
+        made: list[_Record | None] = []
+
+        def step(carry: Any, rows: Any) -> Any:
+            index, *rows = rows
+            inside = dataclasses.replace(
+                self,
+                row=self.row * loop.length + index,
+                kept=self.kept * (loop.length if stacks else 1),
+            )
+            own = [_Away(x, r) if r else x for x, r in zip(rows, taken, strict=True)]
+            outputs = inside.program(loop.body, [*consts, *carry, *own])
+            ys = outputs[loop.n_carry :]
+            made[:] = [y.record if isinstance(y, _Away) else None for y in ys]
+            return (
+                [_whole(x, "a loop carries") for x in outputs[: loop.n_carry]],
+                [y.token if isinstance(y, _Away) else y for y in ys],
+            )
+
+        numbers = jnp.arange(loop.length, dtype=jnp.int32)
+        carry, ys = loop.scan(step, start, [numbers, *xs])
+        return [*carry, *(_Away(y, r) if r else y for y, r in zip(ys, made, strict=True))]
+
+    def _mapped(self, eqn: Eqn, inputs: Sequence[Any]) -> list[Any]:
+        """A ``shard_map``: each device writes and reads what is its own."""
+        params, body = eqn.params, _jax.inline(_jax.subjaxpr(eqn))
+        mesh = params["mesh"]
+        if set(_jax.manual_axes(eqn)) != set(mesh.axis_names):
+            raise SpillError(
+                "The step has a shard_map over some axes of its mesh, and values in it cannot be "
+                "spilled. Map over all axes, or plan without spill=."
+            )
+        taken = [x.record if isinstance(x, _Away) else None for x in inputs]
+        here = [x.token if isinstance(x, _Away) else x for x in inputs]
+        inside = dataclasses.replace(self, spilling=dataclasses.replace(self.spilling, mesh=None))
+        made: list[_Record | None] = []
+
+        def run(*args: Any) -> Any:
+            own = [_Away(x, r) if r else x for x, r in zip(args, taken, strict=True)]
+            outputs = inside.program(body, own)
+            made[:] = [y.record if isinstance(y, _Away) else None for y in outputs]
+            return [y.token if isinstance(y, _Away) else y for y in outputs]
+
+        whole = PartitionSpec()
+        in_specs = [whole if r else s for r, s in zip(taken, params["in_specs"], strict=True)]
+        out_specs = [
+            whole if _jax.on_host(v.aval) else s
+            for v, s in zip(eqn.outvars, params["out_specs"], strict=True)
+        ]
+        call = jax.shard_map(
+            run, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
+        )
+        values = call(*here)
+        return [_Away(y, r) if r else y for y, r in zip(values, made, strict=True)]
+
+    def _sharding(self, name: RegionName, value: Any) -> NamedSharding | None:
+        """How a value is cut; over axes that do not cut it evenly it is not."""
+        mesh = self.spilling.mesh
+        if mesh is None:
+            return None
+        spec = self.spilling.specs.get(name) or ((),) * value.ndim
+        cut: list[tuple[str, ...]] = []
+        for size, axes in zip(value.shape, spec, strict=True):
+            names = tuple(axis.name for axis in axes)
+            known = all(name in mesh.shape for name in names)
+            parts = math.prod(mesh.shape[name] for name in names) if known else 0
+            cut.append(names if parts and size % parts == 0 else ())
+        return NamedSharding(mesh, PartitionSpec(*(names or None for names in cut)))
+
+    def _check(self, eqn: Eqn, away: Sequence[_Away]) -> None:
+        """Refuse what a token cannot stand for."""
+        what = away[0].record.aval if away else "a value inside of it"
+        raise SpillError(
+            f"The step hands a spilled value to {eqn.primitive.name!r} ({what}), which can take "
+            'no token. Pin the values around it to "save", or plan without spill=.'
+        )
+
+
+def _on_each(
+    call: Callable[..., Any],
+    sharding: NamedSharding | None,
+    cut: Sequence[bool],
+    is_cut: bool,
+) -> Callable[..., Any]:
+    """A function that every device calls for itself, with its part of what is cut."""
+    if sharding is None:
+        return call
+    specs = [sharding.spec if c else PartitionSpec() for c in (*cut, is_cut)]
+    *in_specs, out_specs = specs
+    return jax.shard_map(
+        call, mesh=sharding.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
+    )
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating)) and x.size > 0
+
+
+def _whole(x: Any, what: str) -> Any:
+    """The value, which must not be away."""
+    if isinstance(x, _Away):
+        raise SpillError(
+            f'{what.capitalize()} a spilled value, {x.record.aval}. Pin it to "save", or plan '
+            "without spill=."
+        )
+    return x
