@@ -103,7 +103,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         if step.grouping.layers > 1:
             run = functools.partial(_rows.evaluate, _jax.inline(traced.jaxpr))
             traced = _again(step, traced, run)
-        if policy.spilled:
+        if step.store is not None:
             run, emitted = _spilled(step, traced, policy)
             traced = _again(step, traced, run)
         if policy.offloaded and platform in TIMED:

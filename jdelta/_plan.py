@@ -154,8 +154,8 @@ class Plan:
 
     @functools.cached_property
     def store(self) -> Store | None:
-        """What the step spills to when it runs; None if it spills nothing."""
-        if self.policy is None or not self.policy.spilled or self.spill is None:
+        """What the step spills to when it runs; None if nothing can be spilled."""
+        if self.policy is None or self.spill is None:
             return None
         return self._store or Store(self.spill)
 

@@ -167,7 +167,7 @@ class _Run:
             away or _transfer.has_transfers(eqn.params["jaxpr"])
         ):
             return self._loop(eqn, inputs, back)
-        elif _jax.is_shielded(eqn) and away:
+        elif _jax.is_shielded(eqn):
             return self._unit(eqn, inputs, back)
         elif eqn.primitive.name == "shard_map" and (
             away or any(map(_transfer.has_transfers, _jax.subjaxprs(eqn)))
@@ -226,9 +226,8 @@ class _Run:
             self._read(x, back, after) if is_fetched and isinstance(x, _Away) else x
             for x, is_fetched in zip(inputs, fetched, strict=True)
         ]
-        held = [x for x in there if not isinstance(x, _Away)]
-        behind = iter(lax.optimization_barrier(held))
-        return self.program(body, [x if isinstance(x, _Away) else next(behind) for x in there])
+        hidden = there if after is None else [_hidden(x, after) for x in there]
+        return self.program(body, hidden)
 
     def _loop(self, eqn: Eqn, inputs: Sequence[Any], back: dict[int, Any]) -> list[Any]:
         """A loop: it takes and makes stacks of tokens."""
@@ -329,6 +328,18 @@ def _on_each(
     return jax.shard_map(
         call, mesh=sharding.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
     )
+
+
+def _hidden(x: Any, after: Any) -> Any:
+    """The same value, not before another one is there, though the compiler cannot know it.
+
+    XLA for CPUs has no barriers: it would take what a unit computes again for what the forward pass
+    has computed, and keep that.
+    """
+    if isinstance(x, _Away) or x is after:
+        return x
+    is_there = jnp.broadcast_to(zero_of(after) == 0, x.shape)
+    return lax.select(is_there, x, jnp.broadcast_to(x.ravel()[:1].reshape((1,) * x.ndim), x.shape))
 
 
 def _is_float(x: Any) -> bool:
