@@ -1,7 +1,7 @@
-"""Builds the native part of the SSD tier into the wheel, or into the tree with an editable install.
+"""Builds the native part of the SSD tier into the wheel, or an editable install into the tree.
 
-Without a compiler the installation goes on: all of jdelta but ``spill=`` works, which tries again at
-its first use and then says what is missing. A tree that is not installed builds at first use, too.
+Without a compiler the installation goes on: all of jdelta but ``spill=`` works, which tries again
+at its first use and then says what is missing. A tree that is not installed builds then, too.
 """
 
 import importlib.util
@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).parent / "jdelta" / "_spill"
 def _load_build() -> Any:
     """``jdelta/_spill/_build.py``, without importing jdelta, which is not installed yet."""
     spec = importlib.util.spec_from_file_location("_build", PACKAGE / "_build.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

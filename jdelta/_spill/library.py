@@ -11,8 +11,32 @@ import jax
 from jdelta._cache import cache_dir
 from jdelta._errors import SpillError
 from jdelta._spill import _build
+from jdelta._spill.adapter import TRANSFER
 
-OPERATIONS = ("jdelta_spill_write", "jdelta_spill_read")
+OPERATIONS = ("jdelta_spill_write", "jdelta_spill_read", "jdelta_spill_prefetch")
+
+
+class OpenOptions(ctypes.Structure):
+    """As ``OpenOptions`` in c_api.cc."""
+
+    _fields_ = [
+        ("place", ctypes.c_char_p),
+        ("limit", ctypes.c_int64),
+        ("blocks", ctypes.c_int64),
+        ("checksum", ctypes.c_int64),
+        ("timeout", ctypes.c_double),
+        ("write_rate", ctypes.c_double),
+        ("read_rate", ctypes.c_double),
+        ("file", ctypes.c_int64),
+        ("write", TRANSFER),
+        ("read", TRANSFER),
+    ]
+
+
+class Key(ctypes.Structure):
+    """As ``Key`` in entry.h: what a tensor is known by."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("run", "device", "slot", "row")]
 
 
 @functools.cache
@@ -23,9 +47,17 @@ def library() -> ctypes.CDLL:
         SpillError: It was not built at installation and cannot be built now.
     """
     native = ctypes.CDLL(str(_find()))
-    native.jdelta_spill_open.restype = ctypes.c_int64
-    native.jdelta_spill_open.argtypes = [ctypes.c_char_p]
-    native.jdelta_spill_close.argtypes = [ctypes.c_int64]
+    number, text = ctypes.c_int64, ctypes.c_char_p
+    native.jdelta_spill_open.restype = number
+    native.jdelta_spill_open.argtypes = [ctypes.POINTER(OpenOptions)]
+    native.jdelta_spill_close.argtypes = [number]
+    native.jdelta_spill_settle.argtypes = [number]
+    native.jdelta_spill_counters.argtypes = [number, ctypes.c_void_p]
+    for name in ("jdelta_spill_put", "jdelta_spill_get"):
+        move = getattr(native, name)
+        move.argtypes = [number, ctypes.POINTER(Key), ctypes.c_void_p, number, text, number]
+    native.jdelta_spill_checksum.restype = ctypes.c_uint64
+    native.jdelta_spill_checksum.argtypes = [text, number]
     for name in OPERATIONS:
         target = jax.ffi.pycapsule(getattr(native, name))
         jax.ffi.register_ffi_target(name, target, platform="cpu")

@@ -50,9 +50,13 @@ def read(store: Store, token: jax.Array, aval: Any, *, slot: int, row: Any = 0) 
 
 
 def prefetch(store: Store, token: jax.Array, *, slot: int, row: Any = 0) -> jax.Array:
-    """Begins to bring back what will be read; the store does so by itself in reverse order."""
-    del store, slot, row
-    return token
+    """Begins to bring back what will be read, if there is memory for it; returns that token.
+
+    The store does so by itself for what was written before what is read, so this is only of use
+    where reads come in another order.
+    """
+    call = jax.ffi.ffi_call("jdelta_spill_prefetch", TOKEN)
+    return call(token, _scalar(row), **_attributes(store, slot))
 
 
 def _scalar(row: Any) -> jax.Array:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
 from jdelta._budget import parse_budget
 from jdelta._errors import BudgetError, SpillError
+from jdelta._spill.adapter import Adapter
 
-ADAPTERS = ("disk", "memory")
+BLOCK = 1 << 20
+"""Bytes of a block, to which tensors are cut; as ``kBlockBytes`` in pool.h."""
+
+ADAPTERS = ("disk", "memory", "kvikio")
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,9 @@ class Spill:
         path: An existing directory. Every process makes a directory of its own in it, mode 0700.
         limit: Most bytes of files at any time, as an int or ``"200GiB"``; ``None``: what is free.
         pool: Bound on host memory for tensors on their way to and from the directory.
-        adapter: ``"disk"``, or ``"memory"``, which keeps in memory what it is given (for tests).
+        adapter: ``"disk"``; ``"kvikio"`` (GPUDirect Storage, where KvikIO is installed);
+            ``"memory"``, which keeps in memory what it is given; or an object with the methods of
+            ``Adapter``.
         checksum: Whether every read is checked against a checksum of what was written.
         write_rate: Most bytes a second to write; ``None``: as fast as it goes.
         read_rate: Most bytes a second to read; ``None``: as fast as it goes.
@@ -30,7 +37,7 @@ class Spill:
     path: str
     limit: int | str | None = None
     pool: int | str = "256MiB"
-    adapter: str = "disk"
+    adapter: str | Adapter = "disk"
     checksum: bool = True
     write_rate: float | None = None
     read_rate: float | None = None
@@ -46,16 +53,24 @@ class Spill:
         """
         if isinstance(spill, Spill):
             return spill
-        if isinstance(spill, (str, os.PathLike)):
+        try:
             return cls(os.fspath(spill))
-        raise SpillError(f"spill: expected a directory or a jdelta.Spill; got {spill!r}")
+        except TypeError:
+            expected = "expected a directory or a jdelta.Spill"
+            raise SpillError(f"spill: {expected}; got {spill!r}") from None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", os.path.abspath(self.path))
-        if self.adapter not in ADAPTERS:
+        if self.adapter not in ADAPTERS and not isinstance(self.adapter, Adapter):
             raise SpillError(
-                f"adapter: expected one of {', '.join(map(repr, ADAPTERS))}; got {self.adapter!r}"
+                f"adapter: expected {', '.join(map(repr, ADAPTERS))} or an object with the methods "
+                f"write and read; got {self.adapter!r}"
             )
+        for name in ("write_rate", "read_rate", "timeout"):
+            _positive(name, getattr(self, name))
+        if self.pool_bytes < BLOCK:
+            raise SpillError(f"pool: expected at least {BLOCK} bytes; got {self.pool!r}")
+        _ = self.limit_bytes
 
     @property
     def limit_bytes(self) -> int | None:
@@ -71,6 +86,11 @@ class Spill:
     def pool_bytes(self) -> int:
         """``pool`` in bytes."""
         return _bytes("pool", self.pool)
+
+
+def _positive(name: str, number: float | None) -> None:
+    if number is not None and not 0 < number < math.inf:
+        raise SpillError(f"{name}: expected a number above zero; got {number!r}")
 
 
 def _bytes(name: str, size: int | str) -> int:

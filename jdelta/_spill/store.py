@@ -2,11 +2,64 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from jdelta._spill.library import library
-from jdelta._spill.options import Spill
+import numpy as np
+
+from jdelta._errors import SpillError
+from jdelta._spill.adapter import Adapter, transfer
+from jdelta._spill.directory import Directory
+from jdelta._spill.kvikio import KvikIOAdapter
+from jdelta._spill.library import Key, OpenOptions, library
+from jdelta._spill.options import BLOCK, Spill
+
+_MESSAGE = 2000
+_held_for_ever: list[object] = []
+"""What native threads that do not end may still call."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a store has done, in bytes where nothing else is said; fields as in store.h.
+
+    When nothing goes on and no step has failed, ``planned == written + forwarded``.
+
+    Attributes:
+        planned: Given to the store.
+        written: Written to the device.
+        forwarded: Given back from memory and never written: the queued write was cancelled.
+        held: Given back from memory although it was written, too.
+        read: Read from the device.
+        ahead: Of ``read``, before the step asked for it.
+        dropped: Of failed or abandoned steps.
+        waits: Number of writes that had to wait for memory of the pool.
+        late: Number of reads that had to wait for the device.
+        failures: Number of failed steps.
+        stored: On the device now, or reserved there.
+        most_stored: Most that ever was.
+        pool: Memory of the pool now; it does not shrink before the store is closed.
+        entries: Number of tensors in the store now.
+    """
+
+    planned: int
+    written: int
+    forwarded: int
+    held: int
+    read: int
+    ahead: int
+    dropped: int
+    waits: int
+    late: int
+    failures: int
+    stored: int
+    most_stored: int
+    pool: int
+    entries: int
 
 
 class Store:
@@ -18,12 +71,102 @@ class Store:
     """
 
     def __init__(self, spill: Spill):
-        """Opens a store; it makes no file before the first write."""
+        """Opens a store, and removes what killed processes have left in its directory.
+
+        Raises:
+            SpillError: The directory cannot be used, or the native part is missing.
+        """
         native = library()
         self.spill = spill
-        self.id: int = native.jdelta_spill_open(os.fsencode(spill.path))
-        self._finalizer = weakref.finalize(self, native.jdelta_spill_close, self.id)
+        options = OpenOptions(
+            os.fsencode(spill.path),
+            -1 if spill.limit_bytes is None else spill.limit_bytes,
+            max(1, spill.pool_bytes // BLOCK),
+            spill.checksum,
+            spill.timeout,
+            spill.write_rate or 0.0,
+            spill.read_rate or 0.0,
+            -1,
+        )
+        release = _connect(spill, options)
+        self.id: int = native.jdelta_spill_open(options)
+        self._finalizer = weakref.finalize(self, _close, native, self.id, os.getpid(), release)
 
     def close(self) -> None:
         """Ends it and removes its files; programs that use it fail from now on."""
         self._finalizer()
+
+    def counters(self) -> Counters:
+        """What it has done up to now."""
+        values = np.zeros(len(Counters.__dataclass_fields__), np.int64)
+        library().jdelta_spill_counters(self.id, values.ctypes.data)
+        return Counters(*values.tolist())
+
+    def settle(self) -> None:
+        """Returns when all is written, and then forgets what memory still has of it."""
+        library().jdelta_spill_settle(self.id)
+
+    def put(self, key: Key, data: np.ndarray[Any, Any]) -> None:
+        """Writes an array from outside of a computation.
+
+        Raises:
+            SpillError: It failed.
+        """
+        _move(library().jdelta_spill_put, self.id, key, data)
+
+    def get(self, key: Key, data: np.ndarray[Any, Any]) -> None:
+        """Reads into an array what :meth:`put` wrote with the same key.
+
+        Raises:
+            SpillError: It failed.
+        """
+        _move(library().jdelta_spill_get, self.id, key, data)
+
+
+def _connect(spill: Spill, options: OpenOptions) -> Callable[[bool], None]:
+    """Sets the device of ``options``; returns what to do once native code has ended, or not."""
+    if spill.adapter == "memory":
+        return lambda ended: None
+    if isinstance(spill.adapter, Adapter):
+        return _connect_foreign(spill.adapter, options)
+    directory = Directory(spill.path)
+    if spill.adapter == "disk":
+        options.file = os.dup(directory.descriptor)
+        return lambda ended: directory.remove()
+    try:
+        adapter = KvikIOAdapter(directory.file)
+    except BaseException:
+        directory.remove()
+        raise
+    release = _connect_foreign(adapter, options)
+
+    def remove(ended: bool) -> None:
+        release(ended)
+        if ended:
+            adapter.close()
+        directory.remove()
+
+    return remove
+
+
+def _connect_foreign(adapter: Adapter, options: OpenOptions) -> Callable[[bool], None]:
+    calls = [transfer(adapter.write), transfer(adapter.read)]
+    options.write, options.read = calls
+
+    def release(ended: bool) -> None:
+        if not ended:
+            _held_for_ever.append(calls)
+
+    return release
+
+
+def _close(native: ctypes.CDLL, store: int, process: int, release: Callable[[bool], None]) -> None:
+    """Does nothing in a process that was forked: threads and files are the other's."""
+    if os.getpid() == process:
+        release(bool(native.jdelta_spill_close(store)))
+
+
+def _move(call: Any, store: int, key: Key, data: np.ndarray[Any, Any]) -> None:
+    message = ctypes.create_string_buffer(_MESSAGE)
+    if call(store, ctypes.byref(key), data.ctypes.data, data.nbytes, message, _MESSAGE):
+        raise SpillError(message.value.decode(errors="replace"))

@@ -1,14 +1,112 @@
 // What Python calls through ctypes.
 
-#include <cstdint>
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
 #include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
 
+#include "checksum.h"
+#include "export.h"
 #include "registry.h"
 
-#define JDELTA_EXPORT extern "C" __attribute__((visibility("default")))
+namespace jdelta {
+namespace {
 
-JDELTA_EXPORT int64_t jdelta_spill_open(const char* path) {
-  return jdelta::RegisterStore(std::make_shared<jdelta::Store>(jdelta::Options{path}));
+// Where an operation's answer goes; waits for it.
+class Waiter {
+ public:
+  Done done() {
+    return [this](const Status& status) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      status_ = status;
+      answered_.notify_all();
+    };
+  }
+
+  Status Wait(std::optional<Status> status) {
+    if (status.has_value()) return *status;
+    std::unique_lock<std::mutex> lock(mutex_);
+    answered_.wait(lock, [this] { return status_.has_value(); });
+    return *status_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable answered_;
+  std::optional<Status> status_;
+};
+
+int Say(const Status& status, char* message, int64_t size) {
+  size_t length = std::min<size_t>(status.size(), size - 1);
+  std::memcpy(message, status.data(), length);
+  message[length] = '\0';
+  return status.empty() ? 0 : -1;
 }
 
-JDELTA_EXPORT void jdelta_spill_close(int64_t id) { jdelta::ForgetStore(id); }
+}  // namespace
+}  // namespace jdelta
+
+using jdelta::Key;
+
+// As in `_OpenOptions` of library.py.
+struct OpenOptions {
+  const char* place;
+  int64_t limit;
+  int64_t blocks;
+  int64_t checksum;
+  double timeout;
+  double write_rate;
+  double read_rate;
+  int64_t file;             // of the disk adapter, which takes it; negative: another adapter
+  jdelta::Transfer write;   // of a foreign adapter; none: the memory adapter
+  jdelta::Transfer read;
+};
+
+JDELTA_EXPORT int64_t jdelta_spill_open(const OpenOptions* options) {
+  std::unique_ptr<jdelta::Adapter> adapter =
+      options->file >= 0          ? jdelta::NewDiskAdapter(static_cast<int>(options->file))
+      : options->write != nullptr ? jdelta::NewForeignAdapter(options->write, options->read)
+                                  : jdelta::NewMemoryAdapter();
+  adapter = jdelta::Throttled(std::move(adapter), options->write_rate, options->read_rate);
+  jdelta::Options values{options->place, options->limit, static_cast<size_t>(options->blocks),
+                         options->checksum != 0, options->timeout};
+  return jdelta::RegisterStore(std::make_shared<jdelta::Store>(values, std::move(adapter)));
+}
+
+// Whether all threads have ended; otherwise the device still holds one of them.
+JDELTA_EXPORT int jdelta_spill_close(int64_t id) {
+  auto store = jdelta::ForgetStore(id);
+  return store == nullptr || store->Close();
+}
+
+JDELTA_EXPORT void jdelta_spill_settle(int64_t id) {
+  if (auto store = jdelta::FindStore(id)) store->Settle();
+}
+
+JDELTA_EXPORT void jdelta_spill_counters(int64_t id, jdelta::Counters* counters) {
+  if (auto store = jdelta::FindStore(id)) *counters = store->counters();
+}
+
+// Both wait, and answer zero or put what went wrong into `message`.
+JDELTA_EXPORT int jdelta_spill_put(int64_t id, const Key* key, const void* data, int64_t bytes,
+                                   char* message, int64_t size) {
+  auto store = jdelta::FindStore(id);
+  if (store == nullptr) return jdelta::Say("the store is closed", message, size);
+  jdelta::Waiter waiter;
+  return jdelta::Say(waiter.Wait(store->Write(*key, data, bytes, waiter.done())), message, size);
+}
+
+JDELTA_EXPORT int jdelta_spill_get(int64_t id, const Key* key, void* data, int64_t bytes,
+                                   char* message, int64_t size) {
+  auto store = jdelta::FindStore(id);
+  if (store == nullptr) return jdelta::Say("the store is closed", message, size);
+  jdelta::Waiter waiter;
+  return jdelta::Say(waiter.Wait(store->Read(*key, data, bytes, waiter.done())), message, size);
+}
+
+JDELTA_EXPORT uint64_t jdelta_spill_checksum(const void* data, int64_t bytes) {
+  return jdelta::Checksum(data, bytes);
+}

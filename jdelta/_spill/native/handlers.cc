@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "export.h"
 #include "registry.h"
 #include "xla_ffi.h"
 
@@ -61,13 +62,19 @@ ffi::Future Read(ffi::RunId run, int32_t device, int64_t id, int64_t slot, Scala
   });
 }
 
+ffi::Future Prefetch(ffi::RunId run, int32_t device, int64_t id, int64_t slot, Scalar given,
+                     Scalar row, ffi::Result<Scalar> token) {
+  *token->typed_data() = *given.typed_data();
+  Key key{run.run_id, device, slot, *row.typed_data()};
+  return Answer(id, [&](Store& store, Done) { return store.Prefetch(key); });
+}
+
 }  // namespace
 }  // namespace jdelta
 
-#define JDELTA_EXPORT extern "C" __attribute__((visibility("default")))
-
 JDELTA_EXPORT XLA_FFI_Error* jdelta_spill_write(XLA_FFI_CallFrame* frame);
 JDELTA_EXPORT XLA_FFI_Error* jdelta_spill_read(XLA_FFI_CallFrame* frame);
+JDELTA_EXPORT XLA_FFI_Error* jdelta_spill_prefetch(XLA_FFI_CallFrame* frame);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_write, jdelta::Write,
                               xla::ffi::Ffi::Bind()
@@ -88,3 +95,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_read, jdelta::Read,
                                   .Arg<jdelta::Scalar>()
                                   .Arg<jdelta::Scalar>()
                                   .Ret<xla::ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_prefetch, jdelta::Prefetch,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::RunId>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .Attr<int64_t>("store")
+                                  .Attr<int64_t>("slot")
+                                  .Arg<jdelta::Scalar>()
+                                  .Arg<jdelta::Scalar>()
+                                  .Ret<jdelta::Scalar>());

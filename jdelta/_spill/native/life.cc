@@ -1,0 +1,133 @@
+// How tensors leave the store: given back, or dropped with the execution they belong to.
+
+#include <utility>
+
+#include "completer.h"
+#include "store.h"
+
+namespace jdelta {
+namespace {
+
+// XLA's CPU client has at most 32 executions in flight on a device; older ones have ended.
+constexpr size_t kRuns = 64;
+
+}  // namespace
+
+// Ends an execution. Answers with what ended it, which may be something earlier.
+Status Store::Fail(int64_t id, const Status& status) {
+  Run& run = Begin(id);
+  if (!run.error.empty()) return run.error;
+  run.error = status;
+  ++counters_.failures;
+  std::map<int64_t, Lane> lanes = std::move(run.lanes);
+  run.lanes.clear();
+  for (auto& [device, lane] : lanes) {
+    for (auto& [order, entry] : lane) Drop(entry, status);
+  }
+  changed_.notify_all();
+  return status;
+}
+
+void Store::FailAll(const Status& status) {
+  for (auto& [id, run] : runs_) {
+    bool any = false;
+    for (auto& [device, lane] : run.lanes) any = any || !lane.empty();
+    if (any) Fail(id, status);
+  }
+}
+
+void Store::Drop(const std::shared_ptr<Entry>& entry, const Status& status) {
+  entry->dropped = true;
+  entry->error = status;
+  entries_.erase(entry->key);
+  counters_.dropped += entry->bytes;
+  for (Chunk& chunk : entry->chunks) {
+    switch (chunk.state) {
+      case Chunk::State::kHeld:
+        if (chunk.copying) break;  // released by the thread that copies
+        held_.erase(chunk.order);
+        [[fallthrough]];
+      case Chunk::State::kEmpty:
+      case Chunk::State::kQueued:
+      case Chunk::State::kStored:
+        Release(chunk);
+        break;
+      default:  // released by the thread that moves it, or gone
+        break;
+    }
+  }
+  AnswerDropped(*entry);
+}
+
+void Store::Answer(Entry& entry, const Status& status) {
+  Done done = std::move(entry.done);
+  entry.done = nullptr;
+  Complete([done = std::move(done), status] { done(status); });
+}
+
+// Not before the last thread has let go of the memory of the operation.
+void Store::AnswerDropped(Entry& entry) {
+  if (entry.dropped && entry.done != nullptr && entry.touching == 0) Answer(entry, entry.error);
+}
+
+// The execution's record. An execution that ends for reasons of its own tells nobody, so the oldest
+// ones are taken for ended.
+Store::Run& Store::Begin(int64_t id) {
+  auto found = runs_.find(id);
+  if (found != runs_.end()) return found->second;
+  if (ages_.size() == kRuns) {
+    int64_t oldest = ages_.front();
+    ages_.pop_front();
+    for (auto& [device, lane] : runs_[oldest].lanes) {
+      for (auto& [order, entry] : lane) Drop(entry, "this execution was taken for ended long ago");
+    }
+    runs_.erase(oldest);
+  }
+  ages_.push_back(id);
+  return runs_[id];
+}
+
+// A block, if need be one of what the device has too and what was written before `before`.
+Block Store::TakeBlock(uint64_t before) {
+  Block block = pool_.Take();
+  if (block != nullptr || held_.empty() || held_.begin()->first >= before) return block;
+  return TakeHeld();
+}
+
+Block Store::TakeHeld() {
+  Chunk& chunk = held_.begin()->second.chunk();
+  Block block = std::move(chunk.block);
+  chunk.state = Chunk::State::kStored;
+  chunk.loaded = false;
+  chunk.ahead = false;
+  held_.erase(held_.begin());
+  return block;
+}
+
+bool Store::AnyBlock() const { return pool_.any() || !held_.empty(); }
+
+void Store::Release(Chunk& chunk) {
+  if (chunk.block != nullptr) pool_.Put(std::move(chunk.block));
+  chunk.state = Chunk::State::kGone;
+  chunk.ahead = false;
+  extents_.Put(chunk.extent);
+  counters_.stored -= Aligned(chunk.bytes);
+}
+
+Counters Store::counters() {
+  Lock lock(mutex_);
+  Counters counters = counters_;
+  counters.pool = pool_.made() * kBlockBytes;
+  counters.entries = entries_.size();
+  return counters;
+}
+
+void Store::Settle() {
+  Lock lock(mutex_);
+  changed_.wait(lock, [this] {
+    return closed_ || (fills_.empty() && writes_.empty() && transfers_ == 0);
+  });
+  while (!held_.empty()) pool_.Put(TakeHeld());
+}
+
+}  // namespace jdelta

@@ -1,0 +1,212 @@
+// What the threads of a store do: move blocks to the device and back.
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "checksum.h"
+#include "store.h"
+
+namespace jdelta {
+namespace {
+
+// So many transfers at once keep a device busy; the threads sleep in the system meanwhile.
+constexpr int kWriters = 2;
+constexpr int kReaders = 2;
+
+constexpr auto kPatience = std::chrono::seconds(5);
+
+}  // namespace
+
+void Store::StartThreads() {
+  if (threads_ > 0) return;
+  for (int i = 0; i < kWriters; ++i) Start(&Store::WriteLoop);
+  for (int i = 0; i < kReaders; ++i) Start(&Store::ReadLoop);
+  Start(&Store::WatchLoop);
+}
+
+void Store::Start(void (Store::*loop)(Lock&)) {
+  ++threads_;
+  std::thread([self = shared_from_this(), loop] {
+    Lock lock(self->mutex_);
+    (self.get()->*loop)(lock);
+    --self->threads_;
+    self->changed_.notify_all();
+  }).detach();
+}
+
+bool Store::Close() {
+  if (!Usable().empty()) return true;
+  Lock lock(mutex_);
+  closed_ = true;
+  FailAll("the store of this step was closed while the step ran");
+  changed_.notify_all();
+  return changed_.wait_for(lock, kPatience, [this] { return threads_ == 0; });
+}
+
+void Store::WriteLoop(Lock& lock) {
+  while (true) {
+    auto fillable = [this] { return !fills_.empty() && wanting_ == 0 && AnyBlock(); };
+    changed_.wait(lock, [&] { return closed_ || !writes_.empty() || fillable(); });
+    if (closed_) return;
+    Block block = fillable() ? TakeBlock() : nullptr;
+    if (block != nullptr) {
+      Fill(lock, std::move(block));
+    } else if (!writes_.empty()) {
+      Send(lock);
+    }
+  }
+}
+
+void Store::ReadLoop(Lock& lock) {
+  while (true) {
+    changed_.wait(lock, [this] { return closed_ || !asked_.empty() || !ahead_.empty(); });
+    if (closed_) return;
+    asked_.empty() ? FetchAhead(lock) : FetchAsked(lock);
+  }
+}
+
+// Ends every execution when the device has not answered for too long.
+void Store::WatchLoop(Lock& lock) {
+  std::chrono::duration<double> timeout(options_.timeout);
+  auto period = std::min<std::chrono::duration<double>>(timeout / 4, std::chrono::seconds(5));
+  while (!closed_) {
+    changed_.wait_for(lock, period);
+    if (transfers_ > 0 && Clock::now() - answered_ > timeout) {
+      FailAll(options_.place + " has not answered for " + std::to_string(options_.timeout) +
+              " seconds (timeout=); see the system's log, and try another directory");
+    }
+  }
+}
+
+void Store::Fill(Lock& lock, Block block) {
+  Job job = std::move(fills_.front());
+  fills_.pop_front();
+  Entry& entry = *job.entry;
+  if (entry.dropped) {
+    pool_.Put(std::move(block));
+    return;
+  }
+  Status status = CopyChunkIn(lock, job, std::move(block));
+  if (status.empty() && entry.left == 0) Answer(entry, status);
+  AnswerDropped(entry);
+}
+
+void Store::Send(Lock& lock) {
+  Job job = std::move(writes_.front());
+  writes_.pop_front();
+  Chunk& chunk = job.chunk();
+  if (chunk.state != Chunk::State::kQueued) return;  // read before it left, or dropped
+  chunk.state = Chunk::State::kWriting;
+  Status status = Transfer(lock, job, true);
+  if (status.empty()) counters_.written += chunk.bytes;
+  chunk.state = Chunk::State::kHeld;
+  if (chunk.taken || (job.entry->dropped && !chunk.copying)) {
+    Release(chunk);
+  } else if (status.empty() && !chunk.copying) {
+    held_.emplace(chunk.order, job);
+  }
+  if (!status.empty()) Fail(job.entry->key.run, status);
+}
+
+void Store::FetchAsked(Lock& lock) {
+  Job job = std::move(asked_.front());
+  asked_.pop_front();
+  Block block;
+  ++wanting_;
+  while (job.chunk().state == Chunk::State::kStored && !closed_ && block == nullptr) {
+    block = TakeBlock();
+    if (block == nullptr) changed_.wait(lock);
+  }
+  --wanting_;
+  if (block != nullptr) Fetch(lock, job, std::move(block));
+}
+
+void Store::FetchAhead(Lock& lock) {
+  Job job = std::move(ahead_.front());
+  ahead_.pop_front();
+  Chunk& chunk = job.chunk();
+  if (!chunk.ahead || chunk.state != Chunk::State::kStored) return;  // asked for, or dropped
+  Block block = TakeBlock(chunk.order);
+  if (block == nullptr) {
+    chunk.ahead = false;  // planned again at the next read
+    return;
+  }
+  Fetch(lock, job, std::move(block));
+}
+
+void Store::Fetch(Lock& lock, const Job& job, Block block) {
+  Chunk& chunk = job.chunk();
+  chunk.block = std::move(block);
+  chunk.state = Chunk::State::kLoading;
+  chunk.loaded = true;
+  Status status = Transfer(lock, job, false);
+  if (status.empty()) {
+    counters_.read += chunk.bytes;
+    counters_.ahead += chunk.ahead ? chunk.bytes : 0;
+  }
+  if (job.entry->dropped) {
+    Release(chunk);
+  } else if (!status.empty()) {
+    chunk.state = Chunk::State::kHeld;
+    Fail(job.entry->key.run, status);
+  } else if (job.entry->target != nullptr) {
+    Deliver(lock, job);
+  } else {
+    chunk.state = Chunk::State::kHeld;
+    held_.emplace(chunk.order, job);
+  }
+}
+
+// Copies a block that was read to the tensor that waits for it.
+void Store::Deliver(Lock& lock, const Job& job) {
+  Entry& entry = *job.entry;
+  Chunk& chunk = job.chunk();
+  ++entry.touching;
+  lock.unlock();
+  std::memcpy(entry.target + chunk.offset, chunk.block.get(), chunk.bytes);
+  lock.lock();
+  --entry.touching;
+  Release(chunk);
+  changed_.notify_all();
+  if (!entry.dropped && --entry.left == 0) {
+    Leave(entry);
+    Answer(entry, Status());
+  }
+  AnswerDropped(entry);
+}
+
+// Lets go of the lock meanwhile.
+Status Store::Transfer(Lock& lock, const Job& job, bool write) {
+  if (transfers_++ == 0) answered_ = Clock::now();
+  lock.unlock();
+  Status status = write ? WriteChunk(job.chunk()) : ReadChunk(job.chunk());
+  lock.lock();
+  --transfers_;
+  answered_ = Clock::now();
+  changed_.notify_all();
+  if (status.empty()) return status;
+  return (write ? "writing to " : "reading from ") + options_.place + ": " + status;
+}
+
+Status Store::WriteChunk(Chunk& chunk) {
+  char* data = chunk.block.get();
+  if (options_.checksum) chunk.sum = Checksum(data, chunk.bytes);
+  std::memset(data + chunk.bytes, 0, Aligned(chunk.bytes) - chunk.bytes);
+  return adapter_->Write(chunk.extent, data, chunk.bytes);
+}
+
+Status Store::ReadChunk(Chunk& chunk) {
+  char* data = chunk.block.get();
+  Status status = adapter_->Read(chunk.extent, data, chunk.bytes);
+  if (!status.empty() || !options_.checksum || Checksum(data, chunk.bytes) == chunk.sum) {
+    return status;
+  }
+  return "what came back is not what was written (checksum); the device or something that writes "
+         "to it is faulty";
+}
+
+}  // namespace jdelta
