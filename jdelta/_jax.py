@@ -283,6 +283,11 @@ def manual_axes(eqn: Eqn) -> Sequence[str]:
     return tuple(eqn.params["newly_manual_axes"])
 
 
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes of a ``shard_map`` that a value varies over, where it checks that."""
+    return jax.typeof(x).mat.varying
+
+
 def is_shielded(eqn: Eqn) -> bool:
     """Whether the equation recomputes behind a barrier against CSE."""
     return bool(eqn.params.get("differentiated")) and bool(eqn.params.get("prevent_cse"))

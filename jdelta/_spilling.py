@@ -174,6 +174,8 @@ class _Run:
         ):
             return self._mapped(eqn, inputs)
         if away or any(map(_transfer.has_transfers, _jax.subjaxprs(eqn))):
+            if _jax.is_call(eqn):
+                return self.program(_jax.inline(_jax.subjaxpr(eqn)), inputs)
             self._check(eqn, away)
         one = _jax.single(eqn)
         values = _jax.evaluate(one, *_jax.read(env, _jax.open_jaxpr(one).invars))
@@ -211,7 +213,7 @@ class _Run:
         def call(token: Any, row: Any) -> Any:
             return read(self.spilling.store, token, aval, slot=record.slot, row=row)
 
-        token = away.token if after is None else away.token + zero_of(after)
+        token = _after(away.token, after)
         row = jnp.asarray(self.row, jnp.int32)
         back[record.slot] = _on_each(call, record.sharding, [False, False], True)(token, row)
         return back[record.slot]
@@ -226,7 +228,7 @@ class _Run:
             self._read(x, back, after) if is_fetched and isinstance(x, _Away) else x
             for x, is_fetched in zip(inputs, fetched, strict=True)
         ]
-        hidden = there if after is None else [_hidden(x, after) for x in there]
+        hidden = [_hidden(x, after) for x in there]
         return self.program(body, hidden)
 
     def _loop(self, eqn: Eqn, inputs: Sequence[Any], back: dict[int, Any]) -> list[Any]:
@@ -274,19 +276,24 @@ class _Run:
         made: list[_Record | None] = []
 
         def run(*args: Any) -> Any:
-            own = [_Away(x, r) if r else x for x, r in zip(args, taken, strict=True)]
+            own = [_Away(x[0], r) if r else x for x, r in zip(args, taken, strict=True)]
             outputs = inside.program(body, own)
             made[:] = [y.record if isinstance(y, _Away) else None for y in outputs]
-            return [y.token if isinstance(y, _Away) else y for y in outputs]
+            return [y.token[None] if isinstance(y, _Away) else y for y in outputs]
 
-        whole = PartitionSpec()
-        in_specs = [whole if r else s for r, s in zip(taken, params["in_specs"], strict=True)]
+        in_specs = [
+            _of_tokens(r.aval) if r else s for r, s in zip(taken, params["in_specs"], strict=True)
+        ]
         out_specs = [
-            whole if _jax.on_host(v.aval) else s
-            for v, s in zip(eqn.outvars, params["out_specs"], strict=True)
+            _of_tokens(v.aval) if _jax.on_host(v.aval) else s
+            for v, s in zip(_jax.open_jaxpr(body).outvars, params["out_specs"], strict=True)
         ]
         call = jax.shard_map(
-            run, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
+            run,
+            mesh=mesh,
+            in_specs=tuple(in_specs),
+            out_specs=out_specs,
+            check_vma=params["check_vma"],
         )
         values = call(*here)
         return [_Away(y, r) if r else y for y, r in zip(values, made, strict=True)]
@@ -336,10 +343,33 @@ def _hidden(x: Any, after: Any) -> Any:
     XLA for CPUs has no barriers: it would take what a unit computes again for what the forward pass
     has computed, and keep that.
     """
-    if isinstance(x, _Away) or x is after:
+    if isinstance(x, _Away) or x is after or not _may_wait(x, after):
         return x
-    is_there = jnp.broadcast_to(zero_of(after) == 0, x.shape)
-    return lax.select(is_there, x, jnp.broadcast_to(x.ravel()[:1].reshape((1,) * x.ndim), x.shape))
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        bits = _hidden(jax.random.key_data(x), after)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
+    return lax.select(zero_of(after) == 0, x, jnp.zeros_like(x))
+
+
+def _after(token: Any, after: Any) -> Any:
+    """The token, not before a value is there."""
+    return token + zero_of(after) if _may_wait(token, after) else token
+
+
+def _may_wait(x: Any, after: Any) -> bool:
+    """Whether a value that waits for another one keeps its type.
+
+    In a ``shard_map`` types say over which axes values vary.
+    """
+    return after is not None and _jax.varying_axes(after) <= _jax.varying_axes(x)
+
+
+def _of_tokens(aval: Any) -> PartitionSpec:
+    """How the tokens of a value in a ``shard_map`` are cut, which stand in one more dimension.
+
+    Each device has one of its own, as far as types say that the value differs.
+    """
+    return PartitionSpec(tuple(sorted(aval.mat.varying)) or None)
 
 
 def _is_float(x: Any) -> bool:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdelta import _jax
 from jdelta._jax import Var
 from jdelta._shardy import Spec
 
@@ -149,5 +150,7 @@ def _packed(shape: tuple[int, ...], cut: Sequence[bool]) -> tuple[int, ...]:
 
 def zero_of(value: Any) -> Any:
     """Zero, though the compiler cannot know: whether an element is greater than infinity."""
+    if _jax.has_explicit_axes(jax.typeof(value)):  # no slice of what is cut
+        return (jnp.max(value) > jnp.inf).astype(jnp.int32)
     corner = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim)
     return (lax.reshape(corner, ()) > jnp.inf).astype(jnp.int32)

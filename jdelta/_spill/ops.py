@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdelta._spill.store import Store
-
-TOKEN = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def write(store: Store, x: jax.Array, *, slot: int, row: Any = 0) -> jax.Array:
@@ -30,8 +29,8 @@ def write(store: Store, x: jax.Array, *, slot: int, row: Any = 0) -> jax.Array:
     Returns:
         The token for :func:`read`, an int32 scalar.
     """
-    call = jax.ffi.ffi_call("jdelta_spill_write", TOKEN)
-    return call(x, _scalar(row), **_attributes(store, slot))
+    call = jax.ffi.ffi_call("jdelta_spill_write", _result((), jnp.int32, x))
+    return call(x, _scalar(row, x), **_attributes(store, slot))
 
 
 def read(store: Store, token: jax.Array, aval: Any, *, slot: int, row: Any = 0) -> jax.Array:
@@ -44,9 +43,8 @@ def read(store: Store, token: jax.Array, aval: Any, *, slot: int, row: Any = 0) 
         slot: As at the write.
         row: As at the write.
     """
-    result = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    call = jax.ffi.ffi_call("jdelta_spill_read", result)
-    return call(token, _scalar(row), **_attributes(store, slot))
+    call = jax.ffi.ffi_call("jdelta_spill_read", _result(aval.shape, aval.dtype, token))
+    return call(token, _scalar(row, token), **_attributes(store, slot))
 
 
 def prefetch(store: Store, token: jax.Array, *, slot: int, row: Any = 0) -> jax.Array:
@@ -55,12 +53,28 @@ def prefetch(store: Store, token: jax.Array, *, slot: int, row: Any = 0) -> jax.
     The store does so by itself for what was written before what is read, so this is only of use
     where reads come in another order.
     """
-    call = jax.ffi.ffi_call("jdelta_spill_prefetch", TOKEN)
-    return call(token, _scalar(row), **_attributes(store, slot))
+    call = jax.ffi.ffi_call("jdelta_spill_prefetch", _result((), jnp.int32, token))
+    return call(token, _scalar(row, token), **_attributes(store, slot))
 
 
-def _scalar(row: Any) -> jax.Array:
-    return jnp.asarray(row, jnp.int32)
+def _result(shape: Any, dtype: Any, like: Any) -> Any:
+    """A result that varies over the axes of a ``shard_map`` that an operand varies over."""
+    if not _axes(like):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    aval: Any = jax.typeof(like)
+    sharding = NamedSharding(aval.sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=aval.mat)
+
+
+def _scalar(row: Any, like: Any) -> jax.Array:
+    row = jnp.asarray(row, jnp.int32)
+    missing = _axes(like) - _axes(row)
+    return jax.lax.pcast(row, tuple(sorted(missing)), to="varying") if missing else row
+
+
+def _axes(x: Any) -> frozenset[str]:
+    """The axes of a ``shard_map`` that checks them over which a value varies."""
+    return jax.typeof(x).mat.varying
 
 
 def _attributes(store: Store, slot: int) -> dict[str, Any]:
