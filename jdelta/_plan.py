@@ -29,7 +29,7 @@ from jdelta._region import Grouping
 from jdelta._residual import Residual
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
-from jdelta._spill import Spill, SpillRates, Store, measure_rates
+from jdelta._spill import Spill, SpillRates, Store, measure_rates, require_platform
 from jdelta._table import format_table, rows, summary
 from jdelta._target import Target, is_on_host, resolve
 from jdelta._trace import Trace, trace
@@ -484,8 +484,7 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
     """The store that a step would spill to, and how fast it is."""
     if spill is None:
         return None, None
-    if target.platform != "cpu":
-        raise SpillError(f"spill=: nothing can be spilled on {target.name} yet; leave it out")
+    require_platform(target.platform)
     return Store(spill), measure_rates(spill)
 
 

@@ -188,12 +188,8 @@ class _Run:
         self.emitted.records += 1
         shape = sharding.shard_shape(value.shape) if sharding else value.shape
         self.emitted.bytes += math.prod(shape) * value.dtype.itemsize * self.kept
-
-        def call(value: Any, row: Any) -> Any:
-            return write(self.spilling.store, value, slot=record.slot, row=row)
-
-        row = jnp.asarray(self.row, jnp.int32)
-        return _Away(_on_each(call, sharding, [True, False], False)(value, row), record)
+        place = {"slot": record.slot, "row": self.row, "sharding": sharding}
+        return _Away(write(self.spilling.store, value, **place), record)
 
     def _read(self, away: _Away, back: dict[int, Any], after: Any = None) -> Any:
         """Read a value, not before another one is there; one that was read already as it is."""
@@ -206,16 +202,9 @@ class _Run:
                 'be read once. Pin it to "save", or plan without spill=.'
             )
         record.is_read = True
-        shape = record.aval.shape
-        local = record.sharding.shard_shape(shape) if record.sharding else shape
-        aval = jax.ShapeDtypeStruct(local, record.aval.dtype)
-
-        def call(token: Any, row: Any) -> Any:
-            return read(self.spilling.store, token, aval, slot=record.slot, row=row)
-
+        place = {"slot": record.slot, "row": self.row, "sharding": record.sharding}
         token = _after(away.token, after)
-        row = jnp.asarray(self.row, jnp.int32)
-        back[record.slot] = _on_each(call, record.sharding, [False, False], True)(token, row)
+        back[record.slot] = read(self.spilling.store, token, record.aval, **place)
         return back[record.slot]
 
     def _unit(self, eqn: Eqn, inputs: Sequence[Any], back: dict[int, Any]) -> list[Any]:
@@ -319,22 +308,6 @@ class _Run:
             f"The step hands a spilled value to {eqn.primitive.name!r} ({what}), which can take "
             'no token. Pin the values around it to "save", or plan without spill=.'
         )
-
-
-def _on_each(
-    call: Callable[..., Any],
-    sharding: NamedSharding | None,
-    cut: Sequence[bool],
-    is_cut: bool,
-) -> Callable[..., Any]:
-    """A function that every device calls for itself, with its part of what is cut."""
-    if sharding is None:
-        return call
-    specs = [sharding.spec if c else PartitionSpec() for c in (*cut, is_cut)]
-    *in_specs, out_specs = specs
-    return jax.shard_map(
-        call, mesh=sharding.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
-    )
 
 
 def _hidden(x: Any, after: Any) -> Any:

@@ -1,9 +1,13 @@
 """The SSD tier at run time: tensors leave memory in the forward pass and return in the backward."""
 
+from jdelta._spill.adapter import Adapter as Adapter
+from jdelta._spill.errors import named_errors as named_errors
+from jdelta._spill.errors import require_platform as require_platform
 from jdelta._spill.ops import prefetch as prefetch
 from jdelta._spill.ops import read as read
 from jdelta._spill.ops import write as write
 from jdelta._spill.options import Spill as Spill
 from jdelta._spill.rates import SpillRates as SpillRates
 from jdelta._spill.rates import measure_rates as measure_rates
+from jdelta._spill.store import Counters as Counters
 from jdelta._spill.store import Store as Store

@@ -7,6 +7,7 @@ written is known by the execution of the program, the device, ``slot`` and ``row
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,51 +15,120 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdelta._errors import SpillError
 from jdelta._spill.store import Store
 
 
-def write(store: Store, x: jax.Array, *, slot: int, row: Any = 0) -> jax.Array:
+def write(
+    store: Store, x: jax.Array, *, slot: int, row: Any = 0, sharding: NamedSharding | None = None
+) -> jax.Array:
     """Gives ``x`` to the store; does not wait for the device that it goes to.
 
     Args:
         store: Where to.
-        x: An array of any shape.
+        x: An array of any shape, of a dtype whose elements are whole bytes.
         slot: Number of the spilled name in the plan.
         row: Number of the iteration, traced inside loops; a write's ``(slot, row)`` is its own.
+        sharding: How ``x`` lies on several devices, each of which writes its part. Not inside
+            ``shard_map``, where ``x`` is a part already.
 
     Returns:
-        The token for :func:`read`, an int32 scalar.
+        The token for :func:`read`, an int32 scalar, on all devices the same.
+
+    Raises:
+        SpillError: The dtype cannot be written.
     """
-    call = jax.ffi.ffi_call("jdelta_spill_write", _result((), jnp.int32, x))
-    return call(x, _scalar(row, x), **_attributes(store, slot))
+    _check_dtype(x.dtype)
+
+    def call(x: jax.Array, row: jax.Array) -> jax.Array:
+        write = jax.ffi.ffi_call("jdelta_spill_write", _result((), jnp.int32, x))
+        return write(x, _like(row, x), **_attributes(store, slot))
+
+    specs = (_spec(sharding), PartitionSpec())
+    return _on_each(call, sharding, specs, PartitionSpec())(x, _scalar(row))
 
 
-def read(store: Store, token: jax.Array, aval: Any, *, slot: int, row: Any = 0) -> jax.Array:
+def read(
+    store: Store,
+    token: jax.Array,
+    aval: Any,
+    *,
+    slot: int,
+    row: Any = 0,
+    sharding: NamedSharding | None = None,
+) -> jax.Array:
     """Gets back what was written with the same ``slot`` and ``row``; it can be read once.
 
     Args:
         store: Where from.
         token: What :func:`write` returned.
-        aval: Has the shape and dtype of what was written.
+        aval: What was written, as ``jax.typeof`` says.
         slot: As at the write.
         row: As at the write.
+        sharding: As at the write.
     """
-    call = jax.ffi.ffi_call("jdelta_spill_read", _result(aval.shape, aval.dtype, token))
-    return call(token, _scalar(row, token), **_attributes(store, slot))
+    part = aval
+    if sharding is not None:
+        part = jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
+
+    def call(token: jax.Array, row: jax.Array) -> jax.Array:
+        read = jax.ffi.ffi_call("jdelta_spill_read", _result(part.shape, part.dtype, token))
+        return read(token, _like(row, token), **_attributes(store, slot))
+
+    specs = (PartitionSpec(), PartitionSpec())
+    return _on_each(call, sharding, specs, _spec(sharding))(token, _scalar(row))
 
 
-def prefetch(store: Store, token: jax.Array, *, slot: int, row: Any = 0) -> jax.Array:
+def prefetch(
+    store: Store,
+    token: jax.Array,
+    *,
+    slot: int,
+    row: Any = 0,
+    sharding: NamedSharding | None = None,
+) -> jax.Array:
     """Begins to bring back what will be read, if there is memory for it; returns that token.
 
     The store does so by itself for what was written before what is read, so this is only of use
     where reads come in another order.
     """
-    call = jax.ffi.ffi_call("jdelta_spill_prefetch", _result((), jnp.int32, token))
-    return call(token, _scalar(row, token), **_attributes(store, slot))
+
+    def call(token: jax.Array, row: jax.Array) -> jax.Array:
+        prefetch = jax.ffi.ffi_call("jdelta_spill_prefetch", _result((), jnp.int32, token))
+        return prefetch(token, _like(row, token), **_attributes(store, slot))
+
+    specs = (PartitionSpec(), PartitionSpec())
+    return _on_each(call, sharding, specs, PartitionSpec())(token, _scalar(row))
+
+
+def _on_each(
+    call: Callable[..., jax.Array], sharding: NamedSharding | None, inputs: Any, output: Any
+) -> Callable[..., jax.Array]:
+    """``call`` on every device's part: XLA would bring the whole to each for a custom call."""
+    if sharding is None:
+        return call
+    # What tokens hold is the same everywhere, though JAX cannot know it (check_vma).
+    return jax.shard_map(
+        call, mesh=sharding.mesh, in_specs=inputs, out_specs=output, check_vma=False
+    )
+
+
+def _spec(sharding: NamedSharding | None) -> PartitionSpec:
+    return PartitionSpec() if sharding is None else sharding.spec
+
+
+def _check_dtype(dtype: Any) -> None:
+    extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    if extended or jnp.dtype(dtype).name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn"):
+        raise SpillError(f"spill: elements of {dtype} are not whole bytes; keep or recompute it")
+
+
+def _scalar(row: Any) -> jax.Array:
+    return jnp.asarray(row, jnp.int32)
 
 
 def _result(shape: Any, dtype: Any, like: Any) -> Any:
-    """A result that varies over the axes of a ``shard_map`` that an operand varies over."""
+    """A result that varies over the axes of a ``shard_map`` over which an operand varies."""
     if not _axes(like):
         return jax.ShapeDtypeStruct(shape, dtype)
     aval: Any = jax.typeof(like)
@@ -66,14 +136,14 @@ def _result(shape: Any, dtype: Any, like: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=aval.mat)
 
 
-def _scalar(row: Any, like: Any) -> jax.Array:
-    row = jnp.asarray(row, jnp.int32)
-    missing = _axes(like) - _axes(row)
+def _like(row: jax.Array, other: Any) -> jax.Array:
+    """The number of a row, varying over the same axes as an operand."""
+    missing = _axes(other) - _axes(row)
     return jax.lax.pcast(row, tuple(sorted(missing)), to="varying") if missing else row
 
 
 def _axes(x: Any) -> frozenset[str]:
-    """The axes of a ``shard_map`` that checks them over which a value varies."""
+    """The axes of a ``shard_map`` over which a value varies, where it checks that."""
     return jax.typeof(x).mat.varying
 
 

@@ -1,0 +1,42 @@
+"""Turns what XLA says about a failed operation into a ``SpillError``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+
+import jax
+
+from jdelta._errors import SpillError
+
+_MARK = "SpillError: "
+"""What handlers.cc puts before every message."""
+
+
+@contextlib.contextmanager
+def named_errors() -> Generator[None]:
+    """Raises ``SpillError`` for a runtime error of JAX that a store has caused.
+
+    It goes around the place where the results of a step are waited for: JAX dispatches steps
+    asynchronously, so their errors come up there.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        _, found, message = str(error).partition(_MARK)
+        if not found:
+            raise
+        raise SpillError(message) from error
+
+
+def require_platform(platform: str) -> None:
+    """Refuses platforms that cannot spill.
+
+    Raises:
+        SpillError: It is another than the CPU.
+    """
+    if platform != "cpu":
+        raise SpillError(
+            f"spilling on {platform!r} is not supported: jdelta has handlers for the CPU only; "
+            "offload to host memory there (host_budget=), or plan without spill="
+        )
