@@ -188,7 +188,7 @@ class _Run:
         self.emitted.records += 1
         shape = sharding.shard_shape(value.shape) if sharding else value.shape
         self.emitted.bytes += math.prod(shape) * value.dtype.itemsize * self.kept
-        place = {"slot": record.slot, "row": self.row, "sharding": sharding}
+        place: dict[str, Any] = {"slot": record.slot, "row": self.row, "sharding": sharding}
         return _Away(write(self.spilling.store, value, **place), record)
 
     def _read(self, away: _Away, back: dict[int, Any], after: Any = None) -> Any:
@@ -202,7 +202,7 @@ class _Run:
                 'be read once. Pin it to "save", or plan without spill=.'
             )
         record.is_read = True
-        place = {"slot": record.slot, "row": self.row, "sharding": record.sharding}
+        place: dict[str, Any] = {"slot": record.slot, "row": self.row, "sharding": record.sharding}
         token = _after(away.token, after)
         back[record.slot] = read(self.spilling.store, token, record.aval, **place)
         return back[record.slot]
