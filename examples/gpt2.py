@@ -10,12 +10,15 @@ comparison. The text is the source code of Python's own library, read byte by by
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import statistics
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -232,10 +235,12 @@ class Run(NamedTuple):
     Attributes:
         losses: Loss of every step.
         seconds: Median duration of a step.
+        resident: Peak of the process's resident memory beyond what it had before, bytes.
     """
 
     losses: list[float]
     seconds: float
+    resident: int
 
 
 def train(title: str, step: Step, state: State, data: Iterator[np.ndarray], steps: int) -> Run:
@@ -252,7 +257,8 @@ def train(title: str, step: Step, state: State, data: Iterator[np.ndarray], step
         Losses and step time.
     """
     losses, durations = [], []
-    with progress_line() as line:
+    before = resident_memory()
+    with progress_line() as line, contextlib.closing(ResidentPeak()) as peak:
         task = line.add_task(title, total=steps, loss=float("nan"), speed=0.0)
         for tokens in itertools.islice(data, steps):
             start = time.perf_counter()
@@ -261,7 +267,39 @@ def train(title: str, step: Step, state: State, data: Iterator[np.ndarray], step
             durations.append(time.perf_counter() - start)
             speed = tokens[:, 1:].size / durations[-1]
             line.update(task, advance=1, loss=losses[-1], speed=speed)
-    return Run(losses, statistics.median(durations))
+    return Run(losses, statistics.median(durations), peak.bytes - before)
+
+
+def resident_memory() -> int:
+    """Bytes of the process that are in memory; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class ResidentPeak:
+    """Watches the process's resident memory until it is closed.
+
+    Attributes:
+        bytes: The most that was seen.
+    """
+
+    def __init__(self):
+        self.bytes = resident_memory()
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._look, daemon=True)
+        self._watch.start()
+
+    def _look(self):
+        while not self._ended.wait(0.002):
+            self.bytes = max(self.bytes, resident_memory())
+
+    def close(self):
+        """Ends the watch."""
+        self._ended.set()
+        self._watch.join()
 
 
 def progress_line() -> Progress:
@@ -298,6 +336,8 @@ def summary(plan: jdelta.Plan, planned: Run, plain: Run, plain_peak: int) -> Tab
         ("budget", "none", size(plan.budget)),
         ("compiled peak", size(plain_peak), size(plan.compiled_peak)),
         ("step time", *(f"{1e3 * run.seconds:,.1f} ms" for run in (plain, planned))),
+        ("resident memory, peak", *(f"+{size(run.resident)}" for run in (plain, planned))),
+        ("in files", size(0), size(plan.spill_bytes)),
     ]:
         table.add_row(*row)
     return table
@@ -325,7 +365,8 @@ def train_both(args: argparse.Namespace, config: Config, console: Console) -> No
     init, step_fn = make_training(config, args.steps)
     data = functools.partial(batches, read_corpus(), args.batch, args.seq)
     state, tokens = jax.jit(init)(), next(data())
-    plan = jdelta.plan(step_fn, args.budget, state, tokens, donate_argnums=0)
+    spill = args.spill and jdelta.Spill(args.spill, pool=args.pool, adapter=args.adapter)
+    plan = jdelta.plan(step_fn, args.budget, state, tokens, donate_argnums=0, spill=spill)
     print(plan)
     planned = train("planned", plan.jit(), state, data(), args.steps)
     state = jax.jit(init)()
@@ -364,6 +405,9 @@ def parse() -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--model", choices=CONFIGS, default="nano")
     parser.add_argument("--budget", default="50%", help="48GiB, or a share of the plain peak: 50%%")
     parser.add_argument("--target", help="tpu:v5p:2x2x1, cuda:h100, ...; default: this machine")
+    parser.add_argument("--spill", metavar="DIR", help="write what does not fit to files there")
+    parser.add_argument("--pool", default="32MiB", help="memory for what goes to files")
+    parser.add_argument("--adapter", default="disk", help="'memory' to keep it in memory instead")
     parser.add_argument("--batch", type=positive, help="sequences in a batch")
     parser.add_argument("--seq", type=positive, help="tokens in a sequence")
     parser.add_argument("--steps", type=positive, default=150, help="training steps")

@@ -33,6 +33,10 @@ MOST_COMPILES = 4
 EARLY = 3
 """Compiles after which more layers in an iteration are thought of, if the budget is not used."""
 
+MORE_COMPILES = 2
+"""Compiles beyond that for steps that may spill: they are for CPUs, where compiling is quick, and
+the simulation is further off."""
+
 OUTLIER = 1.5
 """Times its prediction at which a compiled peak says nothing about other candidates."""
 
@@ -272,6 +276,7 @@ class Search:
         floor, best = self._floor(), None
         if floor.predicted > SURELY_BELOW * bound:
             floor = best = self._compiled_floor(bound)
+        most += MORE_COMPILES if self.step.store else 0
         known = self._remembered(bound, floor)
         most -= known is not None
         excess = 0
@@ -281,6 +286,8 @@ class Search:
                 floor = best = self._compiled_floor(bound)
                 continue
             goal = bound - _margin(excess, bound, safe=last and best is floor)
+            if floor.measurement and goal <= floor.peak:  # nothing is below the floor
+                goal = (floor.peak + bound) // 2
             candidate = self._fit(floor, goal)
             if candidate.decisions == (best or floor).decisions:
                 break

@@ -1,0 +1,353 @@
+"""Plans that spill: what is spilled, what it is worth, steps that are equal, bytes that are exact."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdelta
+from benchmarks.models import identity
+from jdelta import Decision, SpillError
+from jdelta._boundary import with_boundaries
+from jdelta._decision import Decision as D
+from jdelta._files import Scope, hidden_scopes, to_files
+from jdelta._items import items_of
+from jdelta._spill import SpillRates
+from jdelta._spilling import Spilling, spilled
+from jdelta._target import resolve
+from jdelta._trace import trace
+from tests.frameworks import FORMS, LAYERS, STEPS
+from tests.parallel import PARALLEL
+from tests.trainers import MICRO, TRAINERS
+from tests.trainers import STEPS as MANY
+
+RATES = SpillRates(2e9, 2e9)
+MARKS = pytest.mark.parametrize("remat", [jdelta.remat, identity], ids=["marked", "found"])
+
+
+@pytest.fixture
+def spill(tmp_path):
+    return jdelta.Spill(str(tmp_path), pool="1MiB", least="1KiB", adapter="memory")
+
+
+def check(got, expected):
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = (np.asarray(x, np.float64) for x in (a, b))
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def network(rows=2048, width=64, *, scan=True, remat=jdelta.remat):
+    return STEPS["plain JAX"](rows, width, scan=scan, remat=remat)
+
+
+def analysed(step, args):
+    target = resolve("cpu")
+    return with_boundaries(trace(step, *args), target), target
+
+
+# --- What may be spilled, and what is hidden -------------------------------------------------
+
+
+def rule(scopes, bandwidth):
+    """TBA's rule, word by word, for every scope."""
+    forward = sum(s.seconds for s in scopes)
+    for n, scope in enumerate(scopes):
+        volume = sum(s.bytes for s in scopes[:n]) + 2 * scope.bytes
+        left = 3 * forward - 2 * sum(s.seconds for s in scopes[:n])
+        if volume / left > bandwidth:
+            return n
+    return len(scopes)
+
+
+@pytest.mark.parametrize("bandwidth", [0.1e9, 0.5e9, 1e9, 2e9, 4e9, 9e9])
+def test_hidden_scopes_are_those_of_the_paper(bandwidth):
+    even = [Scope(f"{i}", 64e6, 0.02) for i in range(24)]
+    uneven = [Scope(f"{i}", 1e6 * (i % 7) ** 2, 0.005 * (1 + i % 3)) for i in range(24)]
+    for scopes in (even, uneven):
+        assert hidden_scopes(scopes, bandwidth) == rule(scopes, bandwidth)
+
+
+def test_hidden_scopes_by_hand():
+    scopes = [Scope(f"{i}", 100.0, 1.0) for i in range(4)]
+    # 100 n + 200 bytes within 12 - 2 n seconds: 200 / 12, 300 / 10, 400 / 8, 500 / 6.
+    found = [hidden_scopes(scopes, rate) for rate in (16, 17, 29, 31, 49, 51, 83, 84)]
+    assert found == [0, 1, 1, 2, 2, 3, 3, 4]
+
+
+def test_what_is_not_spilled(tmp_path):
+    step, args = network(scan=False)
+    found, _ = analysed(step, args)
+    size = {r.name: r.bytes for r in found}["block_0/tanh"]
+    way = to_files(jdelta.Spill(str(tmp_path), least=size), RATES, found)
+    refusals = {r.name: way.refusal(r) for r in found}
+    assert refusals["block_0/tanh"] is None
+    assert refusals["block_0/_bernoulli/lt"] == "too small to be worth a file"
+    last = {name for name, why in refusals.items() if "last unit" in (why or "")}
+    assert last == {r.name for r in found if r.region == f"block_{LAYERS - 1}" and r.bytes >= size}
+    weights = {tuple(w.shape[1:]) for w in args[0]}
+    assert not [r for r in found if r.shape in weights]  # no residuals, so never spilled
+    odd = [dataclasses.replace(found[0], dtype=dtype) for dtype in ("int4", "key<fry>")]
+    assert all("whole bytes" in way.refusal(r) for r in odd)
+    branch = dataclasses.replace(found[0], conditional=True)
+    assert "cond" in way.refusal(branch)
+
+
+@pytest.mark.parametrize("rate", [1e9, 2e9, 4e9])
+def test_what_is_beyond_the_rule_costs_its_transfers(tmp_path, rate):
+    step, args = network(scan=False)
+    found, _ = analysed(step, args)
+    slow = [dataclasses.replace(r, seconds=r.bytes / 8e9) for r in found]
+    way = to_files(jdelta.Spill(str(tmp_path), least=1024), SpillRates(rate, rate), slow)
+    regions = [f"block_{i}" for i in range(LAYERS)]
+    open_ = [r.needed and way.refusal(r) is None for r in slow]
+    scopes = [
+        Scope(
+            region,
+            sum(r.bytes for r, may in zip(slow, open_, strict=True) if may and r.region == region),
+            sum(r.seconds for r in slow if r.region == region),
+        )
+        for region in regions
+    ]
+    hidden = rule(scopes, rate)
+    assert 0 < hidden < LAYERS - 1
+    for r, may in zip(slow, open_, strict=True):
+        if may:
+            move = way.move(r)
+            late = regions.index(r.region) >= hidden
+            assert (move.seconds_out == 0.0) == late
+            if late:
+                assert move.seconds_exposed == pytest.approx(2 * r.bytes / rate)
+    tier = way.tier(slow, way.room)
+    assert tier.hidden_out >= sum(s.bytes for s in scopes[:hidden]) / rate
+
+
+def test_items_may_go_to_files(tmp_path):
+    step, args = network()
+    found, target = analysed(step, args)
+    spill = jdelta.Spill(str(tmp_path), limit="5MiB", least=1024)
+    items = items_of(found, target, math.inf, {}, to_files(spill, RATES, found))
+    moves = {item.name: item.move(D.SPILL) for item in items.problem.items}
+    tanh = next(r for r in found if r.name == "block/tanh")
+    assert moves["block/tanh"].seconds_out == tanh.bytes / RATES.write
+    assert moves["block/tanh"].bytes == tanh.bytes
+    assert [tier.capacity for tier in items.problem.tiers] == [math.inf, 5 * 2**20]
+    assert not any(item.move(D.OFFLOAD) for item in items.problem.items)  # CPU: no other memory
+    assert items.leaving == {"block/input_2": D.SPILL}
+    with pytest.raises(jdelta.BudgetError, match=r"puts .* in files, more than the limit of spill"):
+        items_of(
+            found, target, 0.0, {"*": "spill"} | _not_small(found), to_files(spill, RATES, found)
+        )
+    with pytest.raises(jdelta.PlanMismatchError, match="no directory is given with spill="):
+        items_of(found, target, 0.0, {"block/tanh": "spill"})
+
+
+def _not_small(found):
+    return {r.name: "save" for r in found if r.bytes < 1024 * r.count or not r.shape}
+
+
+# --- Steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "scan"), FORMS)
+def test_frameworks(name, scan, spill):
+    step, args = STEPS[name](2048, 64, scan=scan)
+    plan = (
+        jdelta.plan(
+            step,
+            0.75,
+            *args,
+            spill=spill,
+            pin={"*0/*dot_general*": "spill"} if not scan else {"*/dot_general": "spill"},
+        )
+        if name != "U-Net"
+        else jdelta.plan(step, 0.9, *args, spill=spill)
+    )
+    check(plan.jit()(*args), jax.jit(step)(*args))
+    assert plan.compiled_peak <= plan.budget
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+@MARKS
+def test_memory_is_freed(scan, remat, spill):
+    step, args = network(scan=scan, remat=remat)
+    plain, _ = network(scan=scan, remat=identity)
+    plan = jdelta.plan(step, 0.55, *args, spill=spill)
+    planned = plan.jit()
+    for _ in range(3):
+        check(planned(*args), jax.jit(plain)(*args))
+    assert plan.compiled_peak <= plan.budget < plan.ceiling
+    assert Decision.SPILL in plan.decisions.values()
+    counters = plan.store.counters()
+    assert counters.planned == 3 * plan.spill_bytes == counters.written + counters.forwarded
+    assert counters.entries == 0
+
+
+def test_spilling_alone_frees_as_many_bytes(spill):
+    step, args = network()
+    keep = {"*": "save"}
+    pins = {"block/dot_general": "spill", "block/tanh_1": "spill"}
+    everything = jdelta.plan(step, 1.0, *args, pin=keep | {"block/mul_1": "recompute"})
+    plan = jdelta.plan(
+        step, 1.0, *args, spill=spill, pin=keep | pins | {"block/mul_1": "recompute"}
+    )
+    away = {r.name: r for r in plan.residuals if plan.decisions[r.name] is Decision.SPILL}
+    assert set(away) == set(pins)
+    assert plan.spill_bytes == sum(r.bytes for r in away.values())
+    freed = everything.compiled_peak - plan.compiled_peak
+    rows = sum(r.bytes // r.count for r in away.values())
+    pool = min(plan.spill_bytes, spill.pool_bytes)
+    assert freed >= plan.spill_bytes - pool - 3 * rows
+
+
+def test_boundaries_are_spilled_below_the_floor(spill):
+    step, args = network(4096, 64)
+    floor = jdelta.plan(step, 1.0, *args, pin={"*": "recompute"}).floor
+    with pytest.raises(jdelta.BudgetError):
+        jdelta.plan(step, int(0.9 * floor), *args)
+    plan = jdelta.plan(step, int(0.9 * floor), *args, spill=spill)
+    assert plan.decisions["block/input_2"] is Decision.SPILL
+    check(plan.jit()(*args), jax.jit(step)(*args))
+
+
+def test_without_its_directory_nothing_is_spilled(tmp_path):
+    step, args = network()
+    plan = jdelta.plan(step, 0.6, *args)
+    assert (plan.spill, plan.spill_rates, plan.spill_bytes, plan.store) == (None, None, 0, None)
+    assert "in files" not in str(plan)
+    everything = jdelta.plan(step, 1.0, *args, spill=str(tmp_path))
+    assert (everything.policy, everything.spill_bytes) == (None, 0)
+
+
+@MARKS
+@pytest.mark.parametrize("habit", TRAINERS)
+def test_what_trainers_do(habit, remat, spill):
+    step, args = TRAINERS[habit](1024, 64, remat)
+    plain, _ = TRAINERS[habit](1024, 64, identity)
+    plan = jdelta.plan(step, 0.97, *args, spill=spill, pin={"*tanh*": "spill"})
+    planned = plan.jit()
+    state, expected = args[0], args[0]
+    for _ in range(2):
+        state, got = planned(state, args[1])
+        expected, aux = jax.jit(plain)(expected, args[1])
+        check((state, got), (expected, aux))
+    counters = plan.store.counters()
+    repeats = {"accumulation": MICRO, "many steps": MANY}.get(habit, 1)
+    assert counters.planned == 2 * repeats * plan.spill_bytes > 0
+    assert counters.planned == counters.written + counters.forwarded
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_devices(kind, scan, spill):
+    parallel = PARALLEL[kind]
+    args = parallel.arguments()
+    pin = {"*/tanh" if scan else "*_[01]/tanh": "spill", "*dot_general": "save"}
+    step = parallel.step(jdelta.remat, scan=scan)
+    with parallel.context(parallel.local_mesh()):
+        plan = jdelta.plan(step, 0.999, *args, spill=spill, pin=pin)
+        got, expected = plan.jit()(*args), jax.jit(parallel.step(scan=scan))(*args)
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    away = [r for r in plan.residuals if plan.decisions[r.name] is Decision.SPILL]
+    parts = {r.name: r.bytes for r in away}
+    counters = plan.store.counters()
+    devices = math.prod(parallel.axes.values())
+    assert counters.planned == devices * plan.spill_bytes == counters.written + counters.forwarded
+    assert plan.spill_bytes <= sum(parts.values())
+
+
+def test_donated_state(spill):
+    step, args = network()
+
+    def train(ws, x, key):
+        ws, loss = step(ws, x, key)
+        return ws, loss
+
+    plan = jdelta.plan(train, 0.6, *args, donate_argnums=0, spill=spill)
+    assert Decision.SPILL in plan.decisions.values()
+    planned, ws, expected = plan.jit(), jax.tree.map(jnp.copy, args[0]), args[0]
+    for _ in range(3):
+        ws, loss = planned(ws, *args[1:])
+        expected, other = jax.jit(step)(expected, *args[1:])
+        check((ws, loss), (expected, other))
+
+
+# --- Plans as files, as policies, as text ----------------------------------------------------
+
+
+def test_a_plan_that_spills_as_a_file(spill, tmp_path):
+    step, args = network()
+    plan = jdelta.plan(step, 0.55, *args, spill=spill)
+    plan.save(tmp_path / "plan.json")
+    loaded = jdelta.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert (loaded.spill, loaded.spill_rates) == (spill, plan.spill_rates)
+    check(loaded.jit(step)(*args), jax.jit(step)(*args))
+    assert loaded.store.counters().planned == plan.spill_bytes > 0
+    assert plan.store.counters().planned == 0
+
+
+def test_a_plan_that_spills_is_no_policy(spill):
+    step, args = network()
+    plan = jdelta.plan(step, 0.55, *args, spill=spill)
+    with pytest.raises(SpillError, match=r"which a jax.checkpoint policy cannot do. Use plan.jit"):
+        jax.grad(jax.checkpoint(lambda x: jnp.sum(jnp.sin(x)), policy=plan))(jnp.ones(3))
+
+
+def test_the_table_tells(spill):
+    step, args = network()
+    plan = jdelta.plan(step, 0.55, *args, spill=spill)
+    text = str(plan)
+    assert "spill      file instead of recompute" in text
+    line = next(line for line in text.splitlines() if line.startswith("in files"))
+    assert spill.path in line
+    assert jdelta._plan.format_bytes(plan.spill_bytes) in line
+
+
+def test_the_one_line_form(spill):
+    step, args = network()
+    planned = jdelta.jit(step, budget=0.55, spill=spill)
+    check(planned(*args), jax.jit(step)(*args))
+    assert planned.plans[0].spill_bytes > 0
+
+
+# --- What cannot be --------------------------------------------------------------------------
+
+
+@pytest.mark.compiler
+def test_other_platforms_are_refused(tmp_path):
+    step, args = network()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    with pytest.raises(SpillError, match="spilling on 'tpu' is not supported"):
+        jdelta.plan(step, 0.6, *shapes, target="tpu:v5e:2x2", spill=str(tmp_path))
+
+
+def test_no_directory(tmp_path):
+    step, args = network()
+    with pytest.raises(SpillError, match="nowhere"):
+        jdelta.plan(step, 0.6, *args, spill=str(tmp_path / "nowhere"))
+    with pytest.raises(SpillError, match="expected a directory or a jdelta.Spill; got 7"):
+        jdelta.plan(step, 0.6, *args, spill=7)
+
+
+def away(x):
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+def back(x):
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def evaluated(fun, spill, *args):
+    """The function with all that it copies to the host spilled."""
+    named = jax.ad_checkpoint.checkpoint_name
+    del named
+    closed = jax.make_jaxpr(fun)(*args)
+    store = jdelta._plan.Store(spill)
+    run, _ = spilled(closed, Spilling(store, lambda _: True))
+    return jax.jit(run)(*args)
