@@ -1,6 +1,9 @@
 """Plan a JAX training step to a memory budget: save, offload, spill or recompute what it makes."""
 
 from jdelta._decision import Decision as Decision
+from jdelta._drift import SpillDriftWarning as SpillDriftWarning
+from jdelta._endurance import Endurance as Endurance
+from jdelta._endurance import endurance as endurance
 from jdelta._errors import BudgetError as BudgetError
 from jdelta._errors import JdeltaError as JdeltaError
 from jdelta._errors import OffloadError as OffloadError

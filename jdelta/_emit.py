@@ -65,7 +65,7 @@ class Emission:
         options: Options of XLA to compile it with.
         simulated: Simulated peak of the whole program, arguments and results included, bytes per
             device.
-        spill_bytes: Bytes per device that it holds in files at once.
+        spilled: What it writes to files.
         pool: Bytes of device memory beside the program's: on a CPU, those on their way to files.
     """
 
@@ -74,7 +74,7 @@ class Emission:
     lower: Callable[[], jax.stages.Lowered]
     options: Mapping[str, str]
     simulated: int
-    spill_bytes: int = 0
+    spilled: Emitted
     pool: int = 0
 
 
@@ -119,7 +119,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     pool = pool if platform == "cpu" else 0
     simulated = temporaries.peak + _fixed_bytes(graph, step) + pool
     options = _options(step.target, policy, simulated)
-    return Emission(policy, temporaries, lower, options, simulated, emitted.bytes, pool)
+    return Emission(policy, temporaries, lower, options, simulated, emitted, pool)
 
 
 def _spilled(

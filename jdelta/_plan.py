@@ -62,6 +62,8 @@ class Plan:
         host_bytes: Bytes in pinned host memory in the compiled program: what is offloaded, and
             arguments and results that live there.
         spill_bytes: Bytes per device that a step holds in files at once.
+        spill_written: Bytes per device that a step writes to files; in loops around the gradient
+            that is more.
         overlap: What the compiled schedule hides of the transfers, by the target's rates.
         floor: Least peak that recomputing everything reaches, bytes; that of the plain step where
             the plain step fits.
@@ -93,6 +95,7 @@ class Plan:
     compiled_peak: int
     host_bytes: int
     spill_bytes: int
+    spill_written: int
     overlap: Overlap = field(repr=False)
     floor: int
     ceiling: int
@@ -455,7 +458,8 @@ def _plan(
         predicted_peak=best.predicted,
         compiled_peak=best.peak,
         host_bytes=measurement.all_host,
-        spill_bytes=best.emission.spill_bytes,
+        spill_bytes=best.emission.spilled.bytes,
+        spill_written=best.emission.spilled.written,
         overlap=measurement.overlap,
         floor=result.floor,
         ceiling=result.ceiling,

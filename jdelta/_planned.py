@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,11 @@ import jax
 
 from jdelta._budget import format_bytes
 from jdelta._call import Call, call_of, described, difference
+from jdelta._drift import Drift
 from jdelta._emit import Step, emit
 from jdelta._errors import BudgetError, PlanMismatchError
 from jdelta._measure import measure
+from jdelta._spill import named_errors
 from jdelta._target import resolve
 from jdelta._trace import Trace, trace
 
@@ -35,6 +38,7 @@ class PlannedStep:
         self._donate = donate
         self._static = static
         self._compiled = ready
+        self._drift: Drift | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(call_of(self._fun, self.plan.static, args, kwargs))
@@ -51,7 +55,7 @@ class PlannedStep:
             self._compiled = compiled(self.plan, call, self._donate)
             self._static = call.static
         try:
-            results = self._compiled(*call.args)
+            results = self._results(call.args)
         except (TypeError, ValueError) as error:
             _check_arguments(self.plan, call)
             raise PlanMismatchError(
@@ -59,6 +63,22 @@ class PlannedStep:
                 f"these, or use jdelta.jit, which does. JAX says: {error}"
             ) from error
         return call.finish(results)
+
+    def _results(self, args: Any) -> Any:
+        """What the compiled step gives; of a step that spills, once it is there without an error.
+
+        Raises:
+            SpillError: Something could not be written or read.
+        """
+        plan = self.plan
+        if not plan.spill_written or plan.spill is None or plan.spill_rates is None:
+            return self._compiled(*args)
+        begin = time.perf_counter()
+        with named_errors():
+            results = jax.block_until_ready(self._compiled(*args))
+        self._drift = self._drift or Drift(plan.spill, plan.spill_rates)
+        self._drift.add(time.perf_counter() - begin)
+        return results
 
 
 def _check_arguments(plan: Plan, call: Call) -> None:

@@ -39,11 +39,11 @@ class Emitted:
 
     Attributes:
         bytes: Bytes per device that are in files at once.
-        records: How many values that are.
+        written: Bytes per device that a step writes.
     """
 
     bytes: int = 0
-    records: int = 0
+    written: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def spilled(closed: Jaxpr, spilling: Spilling) -> tuple[Callable[..., list[Any]]
     emitted = Emitted()
 
     def run(*args: Any) -> list[Any]:
-        emitted.bytes = emitted.records = 0
+        emitted.bytes = emitted.written = 0
         run = _Run(spilling, emitted, itertools.count())
         results = run.program(program, args)
         return [_whole(x, "the step hands out") for x in results]
@@ -129,6 +129,7 @@ class _Run:
         slots: Hands out slots.
         row: Number of the iteration, over all loops around.
         kept: Iterations that have their values in files at once.
+        trips: Iterations of all loops around.
     """
 
     spilling: Spilling
@@ -136,6 +137,7 @@ class _Run:
     slots: Any
     row: Any = 0
     kept: int = 1
+    trips: int = 1
 
     def program(self, program: Jaxpr, args: Sequence[Any]) -> list[Any]:
         """Evaluate a flat program; some of its values may be away."""
@@ -185,9 +187,10 @@ class _Run:
     def _write(self, name: RegionName, value: Any) -> _Away:
         sharding = self._sharding(name, value)
         record = _Record(next(self.slots), jax.typeof(value), sharding)
-        self.emitted.records += 1
         shape = sharding.shard_shape(value.shape) if sharding else value.shape
-        self.emitted.bytes += math.prod(shape) * value.dtype.itemsize * self.kept
+        size = math.prod(shape) * value.dtype.itemsize
+        self.emitted.bytes += size * self.kept
+        self.emitted.written += size * self.trips
         place: dict[str, Any] = {"slot": record.slot, "row": self.row, "sharding": sharding}
         return _Away(write(self.spilling.store, value, **place), record)
 
@@ -236,6 +239,7 @@ class _Run:
                 self,
                 row=self.row * loop.length + index,
                 kept=self.kept * (loop.length if stacks else 1),
+                trips=self.trips * loop.length,
             )
             own = [_Away(x, r) if r else x for x, r in zip(rows, taken, strict=True)]
             outputs = inside.program(loop.body, [*consts, *carry, *own])
