@@ -118,7 +118,7 @@ def _spec(sharding: NamedSharding | None) -> PartitionSpec:
 
 
 def _check_dtype(dtype: Any) -> None:
-    extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     if extended or jnp.dtype(dtype).name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn"):
         raise SpillError(f"spill: elements of {dtype} are not whole bytes; keep or recompute it")
 

@@ -30,6 +30,7 @@ class Spill:
         checksum: Whether every read is checked against a checksum of what was written.
         write_rate: Most bytes a second to write; ``None``: as fast as it goes.
         read_rate: Most bytes a second to read; ``None``: as fast as it goes.
+        least: Bytes of one tensor, in a loop of one iteration's, below which it is not spilled.
         timeout: Seconds without any answer of the device after which a step fails.
     """
 
@@ -40,6 +41,7 @@ class Spill:
     checksum: bool = True
     write_rate: float | None = None
     read_rate: float | None = None
+    least: int | str = "1MiB"
     timeout: float = 60.0
 
     @classmethod
@@ -74,6 +76,11 @@ class Spill:
     def limit_bytes(self) -> int | None:
         """``limit`` in bytes."""
         return None if self.limit is None else _bytes("limit", self.limit)
+
+    @property
+    def least_bytes(self) -> int:
+        """``least`` in bytes."""
+        return _bytes("least", self.least)
 
     @property
     def pool_bytes(self) -> int:

@@ -125,7 +125,7 @@ Counters Store::counters() {
 void Store::Settle() {
   Lock lock(mutex_);
   changed_.wait(lock, [this] {
-    return closed_ || (fills_.empty() && writes_.empty() && transfers_ == 0);
+    return closed_ || (fills_.empty() && writes_.empty() && !Busy());
   });
   while (!held_.empty()) pool_.Put(TakeHeld());
 }
