@@ -5,6 +5,7 @@ from jdelta._errors import BudgetError as BudgetError
 from jdelta._errors import JdeltaError as JdeltaError
 from jdelta._errors import OffloadError as OffloadError
 from jdelta._errors import PlanMismatchError as PlanMismatchError
+from jdelta._errors import SpillError as SpillError
 from jdelta._errors import TargetError as TargetError
 from jdelta._errors import TraceError as TraceError
 from jdelta._plan import DeferredPlan as DeferredPlan

@@ -58,6 +58,7 @@ void Store::WriteLoop(Lock& lock) {
     } else if (!writes_.empty()) {
       Send(lock);
     }
+    if (fills_.empty() && writes_.empty()) changed_.notify_all();  // `Settle` waits for that
   }
 }
 
