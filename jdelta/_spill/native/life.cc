@@ -9,7 +9,7 @@ namespace jdelta {
 namespace {
 
 // XLA's CPU client has at most 32 executions in flight on a device; older ones have ended.
-constexpr size_t kRuns = 64;
+constexpr size_t kRuns = 40;
 
 }  // namespace
 
