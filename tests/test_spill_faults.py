@@ -236,7 +236,7 @@ def test_a_store_that_is_closed_in_mid_step_fails_the_step():
     step = make_step(store)
     device.fault = lambda *_: time.sleep(0.1)
     threading.Timer(0.3, store.close).start()
-    with pytest.raises(SpillError, match="the store of this step (is|was) closed"):
+    with pytest.raises(SpillError, match=r"the store of this step (is|was) closed"):
         run(step)
 
 
@@ -273,7 +273,7 @@ def test_write_and_read_in_two_computations_is_an_error():
 
 
 def test_errors_keep_their_meaning_whatever_jax_makes_of_them():
-    with pytest.raises(SpillError, match="disk full$"), named_errors():
+    with pytest.raises(SpillError, match=r"disk full$"), named_errors():
         raise ValueError("ABORTED: SpillError: disk full")
 
 

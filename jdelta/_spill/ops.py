@@ -18,8 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdelta._errors import SpillError
 from jdelta._spill.store import Store
 
-TOKEN = jax.ShapeDtypeStruct((), jnp.int32)
-
 
 def write(
     store: Store, x: jax.Array, *, slot: int, row: Any = 0, sharding: NamedSharding | None = None
@@ -43,7 +41,8 @@ def write(
     _check_dtype(x.dtype)
 
     def call(x: jax.Array, row: jax.Array) -> jax.Array:
-        return jax.ffi.ffi_call("jdelta_spill_write", TOKEN)(x, row, **_attributes(store, slot))
+        write = jax.ffi.ffi_call("jdelta_spill_write", _result((), jnp.int32, x))
+        return write(x, _like(row, x), **_attributes(store, slot))
 
     specs = (_spec(sharding), PartitionSpec())
     return _on_each(call, sharding, specs, PartitionSpec())(x, _scalar(row))
@@ -63,7 +62,7 @@ def read(
     Args:
         store: Where from.
         token: What :func:`write` returned.
-        aval: What was written, as ``jax.typeof`` says.
+        aval: Has the shape and dtype of what was written.
         slot: As at the write.
         row: As at the write.
         sharding: As at the write.
@@ -73,7 +72,8 @@ def read(
         part = jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
 
     def call(token: jax.Array, row: jax.Array) -> jax.Array:
-        return jax.ffi.ffi_call("jdelta_spill_read", part)(token, row, **_attributes(store, slot))
+        read = jax.ffi.ffi_call("jdelta_spill_read", _result(part.shape, part.dtype, token))
+        return read(token, _like(row, token), **_attributes(store, slot))
 
     specs = (PartitionSpec(), PartitionSpec())
     return _on_each(call, sharding, specs, _spec(sharding))(token, _scalar(row))
@@ -94,8 +94,8 @@ def prefetch(
     """
 
     def call(token: jax.Array, row: jax.Array) -> jax.Array:
-        prefetch = jax.ffi.ffi_call("jdelta_spill_prefetch", TOKEN)
-        return prefetch(token, row, **_attributes(store, slot))
+        prefetch = jax.ffi.ffi_call("jdelta_spill_prefetch", _result((), jnp.int32, token))
+        return prefetch(token, _like(row, token), **_attributes(store, slot))
 
     specs = (PartitionSpec(), PartitionSpec())
     return _on_each(call, sharding, specs, PartitionSpec())(token, _scalar(row))
@@ -125,6 +125,26 @@ def _check_dtype(dtype: Any) -> None:
 
 def _scalar(row: Any) -> jax.Array:
     return jnp.asarray(row, jnp.int32)
+
+
+def _result(shape: Any, dtype: Any, like: Any) -> Any:
+    """A result that varies over the axes of a ``shard_map`` over which an operand varies."""
+    if not _axes(like):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    aval: Any = jax.typeof(like)
+    sharding = NamedSharding(aval.sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=aval.mat)
+
+
+def _like(row: jax.Array, other: Any) -> jax.Array:
+    """The number of a row, varying over the same axes as an operand."""
+    missing = _axes(other) - _axes(row)
+    return jax.lax.pcast(row, tuple(sorted(missing)), to="varying") if missing else row
+
+
+def _axes(x: Any) -> frozenset[str]:
+    """The axes of a ``shard_map`` over which a value varies, where it checks that."""
+    return jax.typeof(x).mat.varying
 
 
 def _attributes(store: Store, slot: int) -> dict[str, Any]:
