@@ -46,7 +46,7 @@ def library() -> ctypes.CDLL:
     Raises:
         SpillError: It was not built at installation and cannot be built now.
     """
-    native = ctypes.CDLL(str(_find()))
+    native = ctypes.CDLL(str(find_library()))
     number, text = ctypes.c_int64, ctypes.c_char_p
     native.jdelta_spill_open.restype = number
     native.jdelta_spill_open.argtypes = [ctypes.POINTER(OpenOptions)]
@@ -64,7 +64,7 @@ def library() -> ctypes.CDLL:
     return native
 
 
-def _find() -> Path:
+def find_library() -> Path:
     """The library that the installation built, or else one built now, once for these sources."""
     cached = cache_dir() / "native"
     for folder in (Path(__file__).parent, cached):

@@ -62,7 +62,7 @@ def read(
     Args:
         store: Where from.
         token: What :func:`write` returned.
-        aval: What was written, as ``jax.typeof`` says.
+        aval: Has the shape and dtype of what was written.
         slot: As at the write.
         row: As at the write.
         sharding: As at the write.

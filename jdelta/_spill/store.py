@@ -42,6 +42,8 @@ class Counters:
         failures: Number of failed steps.
         stored: On the device now, or reserved there.
         most_stored: Most that ever was.
+        writing: Nanoseconds in which the device was writing.
+        reading: Nanoseconds in which the device was reading.
         pool: Memory of the pool now; it does not shrink before the store is closed.
         entries: Number of tensors in the store now.
     """
@@ -58,6 +60,8 @@ class Counters:
     failures: int
     stored: int
     most_stored: int
+    writing: int
+    reading: int
     pool: int
     entries: int
 

@@ -9,7 +9,7 @@ namespace jdelta {
 namespace {
 
 // XLA's CPU client has at most 32 executions in flight on a device; older ones have ended.
-constexpr size_t kRuns = 64;
+constexpr size_t kRuns = 40;
 
 }  // namespace
 
@@ -125,7 +125,7 @@ Counters Store::counters() {
 void Store::Settle() {
   Lock lock(mutex_);
   changed_.wait(lock, [this] {
-    return closed_ || (fills_.empty() && writes_.empty() && transfers_ == 0);
+    return closed_ || (fills_.empty() && writes_.empty() && !Busy());
   });
   while (!held_.empty()) pool_.Put(TakeHeld());
 }

@@ -47,6 +47,8 @@ struct Counters {
   int64_t failures = 0;    // number of failed steps
   int64_t stored = 0;      // on the device now
   int64_t most_stored = 0;
+  int64_t writing = 0;     // nanoseconds in which the device was writing
+  int64_t reading = 0;     // nanoseconds in which the device was reading
   int64_t pool = 0;        // memory of the pool now
   int64_t entries = 0;     // number of tensors in the store now
 };
@@ -130,6 +132,7 @@ class Store : public std::enable_shared_from_this<Store> {
   void FetchAhead(Lock& lock);
   void Fetch(Lock& lock, const Job& job, Block block);
   void Deliver(Lock& lock, const Job& job);
+  bool Busy() const;
   Status Transfer(Lock& lock, const Job& job, bool write);
   Status WriteChunk(Chunk& chunk);
   Status ReadChunk(Chunk& chunk);
@@ -158,8 +161,14 @@ class Store : public std::enable_shared_from_this<Store> {
   std::map<uint64_t, Job> held_;      // may be put out of memory, first written first
   int wanting_ = 0;                   // threads that want a block for what somebody waits for
 
-  int transfers_ = 0;                 // that the device has not answered
-  Clock::time_point answered_;        // when it last did, or was first asked
+  // What the device has been asked and has not answered.
+  struct Traffic {
+    int transfers = 0;
+    Clock::time_point since;  // the first of them was asked
+  };
+  Traffic writing_;
+  Traffic reading_;
+  Clock::time_point answered_;        // when it last did, or was asked after all was answered
 };
 
 }  // namespace jdelta

@@ -58,6 +58,7 @@ void Store::WriteLoop(Lock& lock) {
     } else if (!writes_.empty()) {
       Send(lock);
     }
+    if (fills_.empty() && writes_.empty()) changed_.notify_all();  // `Settle` waits for that
   }
 }
 
@@ -69,13 +70,15 @@ void Store::ReadLoop(Lock& lock) {
   }
 }
 
+bool Store::Busy() const { return writing_.transfers + reading_.transfers > 0; }
+
 // Ends every execution when the device has not answered for too long.
 void Store::WatchLoop(Lock& lock) {
   std::chrono::duration<double> timeout(options_.timeout);
   auto period = std::min<std::chrono::duration<double>>(timeout / 4, std::chrono::seconds(5));
   while (!closed_) {
     changed_.wait_for(lock, period);
-    if (transfers_ > 0 && Clock::now() - answered_ > timeout) {
+    if (Busy() && Clock::now() - answered_ > timeout) {
       FailAll(options_.place + " has not answered for " + std::to_string(options_.timeout) +
               " seconds (timeout=); see the system's log, and try another directory");
     }
@@ -181,12 +184,18 @@ void Store::Deliver(Lock& lock, const Job& job) {
 
 // Lets go of the lock meanwhile.
 Status Store::Transfer(Lock& lock, const Job& job, bool write) {
-  if (transfers_++ == 0) answered_ = Clock::now();
+  Traffic& traffic = write ? writing_ : reading_;
+  Clock::time_point now = Clock::now();
+  if (!Busy()) answered_ = now;
+  if (traffic.transfers++ == 0) traffic.since = now;
   lock.unlock();
   Status status = write ? WriteChunk(job.chunk()) : ReadChunk(job.chunk());
   lock.lock();
-  --transfers_;
   answered_ = Clock::now();
+  if (--traffic.transfers == 0) {
+    std::chrono::nanoseconds time = answered_ - traffic.since;
+    (write ? counters_.writing : counters_.reading) += time.count();
+  }
   changed_.notify_all();
   if (status.empty()) return status;
   return (write ? "writing to " : "reading from ") + options_.place + ": " + status;

@@ -1,0 +1,422 @@
+import ctypes
+import os
+import resource
+import stat
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from spilling import MIB, ROWS, Device, X, expected, fill, make_step, open_store, take, wait_until
+
+from jdelta import SpillError
+from jdelta._spill import Spill, measure_rates, prefetch, read, require_platform, write
+from jdelta._spill.library import Key, library
+
+TOKEN = jax.ShapeDtypeStruct((), jnp.int32)
+PLANNED = ROWS * X.nbytes
+
+
+@pytest.fixture(params=["disk", "memory", "device"])
+def store(request, tmp_path):
+    adapter = Device() if request.param == "device" else request.param
+    store = open_store(tmp_path, adapter=adapter)
+    yield store
+    store.close()
+
+
+def flow(store):
+    """Counters once nothing goes on; what is written and what is not make up what was planned."""
+    store.settle()
+    counters = store.counters()
+    assert counters.planned == counters.written + counters.forwarded
+    assert counters.entries == counters.stored == 0
+    return counters
+
+
+def test_a_scanned_step_gets_back_what_it_wrote(store):
+    step = make_step(store)
+    for _ in range(3):
+        np.testing.assert_array_equal(step(X), expected())
+    counters = flow(store)
+    assert counters.planned == 3 * PLANNED
+    assert counters.pool <= 4 * MIB
+    assert counters.forwarded + counters.held + counters.read >= counters.planned
+
+
+DTYPES = "float32 bfloat16 float16 float8_e4m3fn bool int8 int32 uint16 complex64".split()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (1025, 1027)])
+def test_any_dtype_and_shape_comes_back_as_it_was(dtype, shape):
+    store = open_store(adapter="memory")
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 2, shape), dtype)
+
+    @jax.jit
+    def step(x):
+        return read(store, write(store, x, slot=3), jax.typeof(x), slot=3)
+
+    np.testing.assert_array_equal(step(x), x)
+    assert flow(store).planned == x.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["int4", "key<fry>"])
+def test_elements_that_are_not_whole_bytes_are_refused(dtype):
+    store = open_store(adapter="memory")
+    x = jax.random.key(0) if dtype == "key<fry>" else jnp.zeros(4, dtype)
+    with pytest.raises(SpillError, match=f"{dtype} are not whole bytes"):
+        write(store, x, slot=0)
+
+
+def test_rows_of_nested_loops_and_slots_are_apart(store):
+    rows = 3
+
+    def step(x):
+        def inner_forward(x, row):
+            token = write(store, x, slot=1, row=row)
+            return x + 1, token
+
+        def forward(x, row):
+            token = write(store, x * 10, slot=0, row=row)
+            y, tokens = jax.lax.scan(inner_forward, x, row * rows + jnp.arange(rows))
+            return y, (token, tokens)
+
+        def inner_backward(total, token_row):
+            token, row = token_row
+            return total + read(store, token, jax.typeof(total), slot=1, row=row), None
+
+        def backward(total, tokens_row):
+            (token, tokens), row = tokens_row
+            total += read(store, token, jax.typeof(total), slot=0, row=row)
+            inner = (tokens, row * rows + jnp.arange(rows))
+            return jax.lax.scan(inner_backward, total, inner, reverse=True)[0], None
+
+        y, tokens = jax.lax.scan(forward, x, jnp.arange(rows))
+        return jax.lax.scan(backward, y, (tokens, jnp.arange(rows)), reverse=True)[0]
+
+    x = np.zeros((300, 1000), np.float32)
+    # y = 9; slot 0 adds 10 * (0 + 3 + 6), slot 1 adds 0 + ... + 8
+    np.testing.assert_array_equal(jax.jit(step)(x), x + 9 + 90 + 36)
+    flow(store)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_each_device_writes_its_part(store, kind):
+    mesh = jax.make_mesh((4, 2), ("data", "other"), axis_types=(kind, kind))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+
+    def step(x):
+        token = write(store, x, slot=0, sharding=sharding)
+        token = prefetch(store, token, slot=0, sharding=sharding)
+        return read(store, token, jax.typeof(x), slot=0, sharding=sharding) * 2
+
+    x = jax.device_put(X, sharding)
+    compiled = jax.jit(step).lower(x).compile()
+    np.testing.assert_array_equal(compiled(x), X * 2)
+    assert "all-gather" not in compiled.as_text()
+    assert flow(store).planned == 2 * X.nbytes  # by each of the two that have the same part
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_inside_shard_map(store, check):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+    step = jax.shard_map(
+        make_step(store), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check
+    )
+    np.testing.assert_array_equal(jax.jit(step)(X), expected())
+    assert flow(store).planned == PLANNED
+
+
+def test_the_step_does_not_wait_for_a_slow_device_and_queued_writes_are_cancelled():
+    store = open_store(adapter="memory", pool="32MiB", write_rate=4e6)
+    step = make_step(store).lower(X).compile()
+    start = time.perf_counter()
+    np.testing.assert_array_equal(step(X), expected())
+    seconds = time.perf_counter() - start
+    counters = store.counters()
+    assert seconds < PLANNED / 4e6 / 2  # the device alone would take three seconds
+    assert counters.waits == counters.late == counters.read == 0
+    assert counters.forwarded >= PLANNED - 2 * MIB  # but for what was on its way already
+    assert flow(store).written <= 2 * MIB
+
+
+def test_a_small_pool_makes_writes_wait_and_is_never_exceeded():
+    store = open_store(adapter="memory", pool="1MiB", write_rate=100e6)
+    np.testing.assert_array_equal(make_step(store)(X), expected())
+    counters = flow(store)
+    assert counters.waits > 0
+    assert counters.pool == MIB
+
+
+def test_reads_come_ahead_in_reverse_order_of_writes():
+    device = Device()
+    store = open_store(adapter=device)
+    tensors = fill(store, 12)
+    store.settle()
+    written = [offset for kind, offset in device.calls if kind == "write"]
+    order = {offset: i for i, offset in enumerate(sorted(written))}
+    np.testing.assert_array_equal(take(store, 11), tensors[11])
+    assert wait_until(lambda: store.counters().read == 5 * MIB)  # one, and four that the pool holds
+    reads = [order[offset] for kind, offset in device.calls if kind == "read"]
+    assert reads[0] == 11
+    assert sorted(reads) == [7, 8, 9, 10, 11]
+    late = store.counters().late
+    np.testing.assert_array_equal(take(store, 10), tensors[10])
+    assert store.counters().late == late  # it was there
+    for row in reversed(range(10)):
+        np.testing.assert_array_equal(take(store, row), tensors[row])
+    assert flow(store).read == 12 * MIB  # none twice
+
+
+def test_any_order_of_reads_is_right(store):
+    tensors = fill(store, 16, size=3 * MIB // 2)
+    for row in np.random.default_rng(1).permutation(16):
+        np.testing.assert_array_equal(take(store, row, 3 * MIB // 2), tensors[row])
+    flow(store)
+
+
+def test_what_was_asked_for_ahead_is_there():
+    device = Device()
+    store = open_store(adapter=device)
+
+    def settle(token):
+        store.settle()
+        return token
+
+    @jax.jit
+    def step(x):
+        token = jax.pure_callback(settle, TOKEN, write(store, x, slot=0))
+        return read(store, prefetch(store, token, slot=0), jax.typeof(x), slot=0)
+
+    np.testing.assert_array_equal(step(X), X)
+    assert store.counters().read == X.nbytes
+
+
+def test_two_steps_in_flight_do_not_mix(store):
+    step = make_step(store)
+    inputs = [X + i for i in range(4)]
+    results = [None] * 4
+
+    def run(i):
+        for _ in range(3):
+            results[i] = np.asarray(step(inputs[i]))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for x, result in zip(inputs, results, strict=True):
+        np.testing.assert_array_equal(result, expected(x))
+    assert flow(store).planned == 12 * PLANNED
+
+
+def test_denormals_are_flushed_as_without_a_store():
+    """XLA goes on where a read ends, on a thread of the store's."""
+    store = open_store(adapter="memory")
+
+    def plain(x):
+        return x[:3] * x[3:6]  # small, so computed on that very thread
+
+    def spilled(x):
+        token = jax.pure_callback(settle, TOKEN, write(store, x, slot=0))
+        return plain(read(store, token, jax.typeof(x), slot=0))
+
+    def settle(token):
+        store.settle()
+        return token
+
+    x = np.full(2 * MIB, 1e-20, np.float32)
+    flushed = jax.jit(plain)(x)
+    np.testing.assert_array_equal(jax.jit(spilled)(x), flushed)
+    np.testing.assert_array_equal(flushed, 0)
+    assert store.counters().late == 1
+
+
+def usage():
+    """Open files, threads and resident bytes of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    files, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+    return files, threads, pages * resource.getpagesize()
+
+
+def test_two_hundred_steps_grow_nothing(tmp_path):
+    store = open_store(tmp_path)
+    step, right = make_step(store).lower(X).compile(), expected()
+    for _ in range(20):
+        step(X).block_until_ready()
+    (folder,) = tmp_path.iterdir()
+    files, threads, memory = usage()
+    size = (folder / "tensors").stat().st_size
+    for _ in range(200):
+        result = step(X).block_until_ready()
+    np.testing.assert_array_equal(result, right)
+    later_files, later_threads, later_memory = usage()
+    assert later_files <= files
+    assert later_threads <= threads + 2  # threads that complete operations come and go
+    assert later_memory < memory + 16 * MIB
+    assert (folder / "tensors").stat().st_size <= max(size, PLANNED)
+    assert flow(store).most_stored <= 2 * PLANNED
+    store.close()
+
+
+def test_files_are_private_and_removed(tmp_path):
+    store = open_store(tmp_path)
+    fill(store, 2)
+    (folder,) = tmp_path.iterdir()
+    (file,) = folder.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    store.close()
+    store.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_that_nobody_has_any_more_is_removed(tmp_path):
+    open_store(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_direct_transfers_where_the_file_system_has_them(tmp_path):
+    store = open_store(tmp_path)
+    tensors = fill(store, 4, size=MIB + 5)
+    store.settle()
+    for row in reversed(range(4)):
+        np.testing.assert_array_equal(take(store, row, MIB + 5), tensors[row])
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "digest"),
+    [(b"", 0xEF46DB3751D8E999), (b"a", 0xD24EC4F1A98C6E5B), (b"abc", 0x44BC2CF5AD770999)],
+)
+def test_checksum_is_the_published_one(text, digest):
+    assert library().jdelta_spill_checksum(text, len(text)) == digest
+
+
+def test_checksum_sees_every_bit():
+    data = bytearray(range(77))
+    digests = {library().jdelta_spill_checksum(bytes(data), len(data))}
+    for bit in range(77 * 8):
+        data[bit // 8] ^= 1 << bit % 8
+        digests.add(library().jdelta_spill_checksum(bytes(data), len(data)))
+        data[bit // 8] ^= 1 << bit % 8
+    assert len(digests) == 1 + 77 * 8
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_rates_are_those_of_the_device(checksum):
+    spill = Spill("", adapter="memory", write_rate=400e6, read_rate=200e6, checksum=checksum)
+    start = time.perf_counter()
+    rates = measure_rates(spill)
+    seconds = time.perf_counter() - start
+    assert 0.5 * 400e6 < rates.write < 1.1 * 400e6
+    assert 0.5 * 200e6 < rates.read < 1.1 * 200e6
+    assert seconds < 3
+    assert measure_rates(spill) is rates
+
+
+def test_rates_of_a_directory(tmp_path):
+    rates = measure_rates(Spill(str(tmp_path)))
+    assert rates.write > 1e6
+    assert rates.read > 1e6
+    assert not list(tmp_path.iterdir())
+
+
+def test_busy_time_gives_the_rate_of_a_step():
+    store = open_store(adapter="memory", pool="2MiB", write_rate=200e6, read_rate=200e6)
+    np.testing.assert_array_equal(make_step(store)(X), expected())
+    counters = flow(store)
+    assert 0.5 * 200e6 < counters.written / (counters.writing * 1e-9) < 1.1 * 200e6
+    assert 0.5 * 200e6 < counters.read / (counters.reading * 1e-9) < 1.1 * 200e6
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_other_platforms_are_refused_by_name(platform):
+    require_platform("cpu")
+    with pytest.raises(SpillError, match=f"spilling on '{platform}' is not supported"):
+        require_platform(platform)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"adapter": "tape"}, "adapter: expected 'disk', 'memory', 'kvikio' or an object"),
+        ({"pool": "1KiB"}, "pool: expected at least 1048576 bytes"),
+        ({"pool": 0.5}, "pool: expected bytes"),
+        ({"limit": "some"}, "limit: expected bytes"),
+        ({"write_rate": 0}, "write_rate: expected a number above zero"),
+        ({"read_rate": -1.0}, "read_rate: expected a number above zero"),
+        ({"timeout": float("inf")}, "timeout: expected a number above zero"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, says):
+    with pytest.raises(SpillError, match=says):
+        Spill("/tmp", **options)
+
+
+def test_a_spill_may_be_given_as_a_path(tmp_path):
+    assert Spill.of(tmp_path) == Spill(str(tmp_path)) == Spill.of(Spill(str(tmp_path)))
+    assert Spill.of(tmp_path).pool_bytes == 256 * MIB
+    assert Spill(str(tmp_path), limit="2GiB").limit_bytes == 2 << 30
+    with pytest.raises(SpillError, match=r"expected a directory or a jdelta\.Spill; got 3"):
+        Spill.of(3)
+
+
+class FakeCuFile:
+    """KvikIO's file, with what jdelta uses of it."""
+
+    def __init__(self, path, mode):
+        assert mode == "r+"
+        self.file = os.open(path, os.O_RDWR)
+
+    def pwrite(self, data, file_offset):
+        return FakeFuture(os.pwrite(self.file, data, file_offset))
+
+    def pread(self, data, file_offset):
+        return FakeFuture(os.preadv(self.file, [data], file_offset))
+
+    def close(self):
+        os.close(self.file)
+
+
+class FakeFuture:
+    def __init__(self, moved):
+        self.moved = moved
+
+    def get(self):
+        return self.moved
+
+
+def test_kvikio_is_used_where_it_is(tmp_path, monkeypatch):
+    module = type(ctypes)("kvikio")
+    module.CuFile = FakeCuFile
+    monkeypatch.setitem(sys.modules, "kvikio", module)
+    store = open_store(tmp_path, adapter="kvikio")
+    tensors = fill(store, 6)
+    store.settle()
+    for row in reversed(range(6)):
+        np.testing.assert_array_equal(take(store, row), tensors[row])
+    store.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_kvikio_that_is_not_there_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    with pytest.raises(SpillError, match="needs KvikIO, which is not installed"):
+        open_store(tmp_path, adapter="kvikio")
+    assert not list(tmp_path.iterdir())
+
+
+def test_empty_tensors_are_no_trouble():
+    store = open_store(adapter="memory")
+    store.put(Key(0, 0, 0, 0), np.zeros(0, np.uint8))
+    store.get(Key(0, 0, 0, 0), np.zeros(0, np.uint8))
+    assert flow(store).planned == 0
