@@ -133,11 +133,11 @@ def _fixed_bytes(graph: Graph, step: Step) -> int:
     inputs = sum(graph.values[v].bytes for v in graph.inputs)
     outputs = sum(graph.values[v].bytes for v in graph.outputs if v is not None)
     leaves: list[Any] = jax.tree.leaves([step.args[i] for i in step.donate])
-    donated = sum(map(_local_bytes, leaves))
+    donated = sum(map(local_bytes, leaves))
     return inputs + outputs - min(outputs, donated)
 
 
-def _local_bytes(leaf: Any) -> int:
+def local_bytes(leaf: Any) -> int:
     """Bytes of an argument on one device; none for keys, what is no array, and on the host."""
     if not hasattr(leaf, "dtype") or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from jdelta._region import Grouping
 from jdelta._solution import Outcome
 from jdelta._solver.base import Solver
 from jdelta._trace import Trace
+
+_LOG = logging.getLogger(__name__)
 
 _known: dict[Any, dict[tuple[Grouping, Policy], tuple[float, int]]] = {}
 """Overhead and compiled peak of each plan compiled so far, by grouping and policy,
@@ -383,7 +386,11 @@ class Search:
     def _compile(self, candidate: Candidate) -> Candidate:
         self.compiles += 1
         emission = candidate.emission
+        what = "the plain step" if candidate.decisions is None else "a plan"
+        predicted = format_bytes(candidate.predicted)
+        _LOG.info("compiling %s (program %d), %s predicted", what, self.compiles, predicted)
         compiled, measurement = measure(emission.lower(), self.step.target, emission.options)
+        _LOG.info("%s takes %s", what, format_bytes(measurement.peak))
         if candidate.decisions is not None and measurement.peak <= OUTLIER * candidate.predicted:
             self._errors[emission.timeline.peak] = measurement.peak - emission.simulated
         candidate = replace(candidate, measurement=measurement, compiled=compiled)

@@ -41,6 +41,7 @@ class Residual:
         conditional: Whether it is in a branch of a ``cond``; offload does not work there.
         boundary: Whether it enters a region, and so stays in memory unless it is offloaded.
         entering: Name that it has there, where it is a residual of the region it comes from too.
+        given: The user's own ``checkpoint_name`` of the value; empty where it has none.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Residual:
     conditional: bool = False
     boundary: bool = False
     entering: str | None = None
+    given: str = ""
 
 
 def residuals(region: Region, target: Target) -> tuple[Residual, ...]:
@@ -213,6 +215,7 @@ class _Analysis:
             repeats=nest.repeats,
             spec=what.spec,
             conditional=self.region.conditional or self.names[value].conditional,
+            given=self.names[value].given,
         )
 
     def _plan_name(self, value: int) -> str:
