@@ -102,7 +102,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         return traced.lower(lowering_platforms=(platform,))
 
     temporaries = timeline(graph, Compiler(platform))
-    simulated = temporaries.peak + _fixed_bytes(graph, step)
+    simulated = temporaries.peak + fixed_bytes(graph, step)
     options = _options(step.target, policy, simulated)
     return Emission(policy, temporaries, lower, options, simulated)
 
@@ -128,7 +128,7 @@ def _traced(planned: Any, step: Step, policy: Policy | None) -> jax.stages.Trace
         ) from error
 
 
-def _fixed_bytes(graph: Graph, step: Step) -> int:
+def fixed_bytes(graph: Graph, step: Step) -> int:
     """Bytes of arguments and results, donated ones once."""
     inputs = sum(graph.values[v].bytes for v in graph.inputs)
     outputs = sum(graph.values[v].bytes for v in graph.outputs if v is not None)

@@ -129,7 +129,7 @@ class _Explaining:
     def row(self, row: Row) -> Explanation:
         r = row.sample
         chain = self._chain(r)
-        refusal = "" if r.boundary and not row.seconds else offload_refusal(r, self.target) or ""
+        refusal = offload_refusal(r, self.target) or ""
         rates = self.target.rates
         moved = row.bytes * r.repeats
         seconds = moved / rates.device_to_host, moved / rates.host_to_device

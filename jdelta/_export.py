@@ -15,6 +15,7 @@ from jdelta._budget import format_bytes
 from jdelta._decision import Decision
 from jdelta._errors import PlanMismatchError
 from jdelta._residual import Residual
+from jdelta._table import rows
 
 if TYPE_CHECKING:
     from jdelta._plan import Plan
@@ -98,9 +99,10 @@ def _comments(names: _Names) -> list[str]:
     if not names.unnamed:
         return []
     size = format_bytes(sum(r.bytes for r in names.unnamed))
+    saved = dict.fromkeys((r.name for r in names.unnamed), _SAVE)
     return [
         f"# Kept by the plan, but without a name of its own, so computed again here ({size}):",
-        *(f"#   {r.name} ({format_bytes(r.bytes)})" for r in names.unnamed),
+        *(f"#   {row.name} ({format_bytes(row.bytes)})" for row in rows(names.unnamed, saved)),
     ]
 
 

@@ -30,7 +30,8 @@ def decisions_of(
         residuals: Its residuals.
     """
     answers = _answers(policy, trace)
-    return {glob.escape(r.name): answers[r.name] for r in residuals if r.name in answers}
+    asked = [r.name for r in residuals if r.name in answers and not r.boundary]
+    return {glob.escape(name): answers[name] for name in asked}
 
 
 def _answers(policy: Callable[..., Any], trace: Trace) -> dict[str, Decision]:

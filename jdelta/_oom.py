@@ -12,14 +12,15 @@ import jax
 
 from jdelta._budget import format_bytes
 from jdelta._call import call_of
-from jdelta._decision import Decision
-from jdelta._emit import Step, emit, local_bytes
+from jdelta._emit import Step, fixed_bytes, local_bytes
 from jdelta._errors import BudgetError
-from jdelta._graph import Operation, Value
+from jdelta._fusion import Compiler
+from jdelta._graph import labels
+from jdelta._peak import Timeline, timeline
 from jdelta._plan import Plan, plan
-from jdelta._residual import Residual
-from jdelta._table import aligned, format_seconds, rows
+from jdelta._table import NUMBERED, aligned, format_seconds
 from jdelta._target import resolve
+from jdelta._trace import Trace, trace
 
 _SHOWN = 12
 
@@ -29,9 +30,10 @@ class Alive:
     """Buffers alive at the peak that are alike.
 
     Attributes:
-        what: "argument", "residual" or "temporary".
-        name: Path in the arguments, name of the residual, or what makes the temporary.
-        shape: Dtype and shape of each.
+        what: "argument" or "temporary".
+        name: Path in the arguments; name of the residual, or what makes the temporary, ``*`` for
+            the number of alike units.
+        shape: Dtype and shape of each; "arrays" for arguments.
         count: How many there are.
         bytes: Bytes of all of them on one device.
     """
@@ -109,7 +111,9 @@ def explain_oom(
     where = resolve(target, args)
     call = call_of(step_fn, (), args, {}).abstract(where)
     step = Step(call.fun, call.args, call.donated(donate), where, {})
-    emission = emit(step, None)
+    found = trace(call.fun, *call.args, platform=where.platform)
+    line = timeline(found.graph, Compiler(where.platform))
+    needed = line.peak + fixed_bytes(found.graph, step)
     made, floor = None, None
     try:
         made = plan(step_fn, None, *args, target=target, donate_argnums=donate, **options)
@@ -117,18 +121,15 @@ def explain_oom(
         if error.floor is None:
             raise
         floor = error.floor
-    inputs = _arguments(call.args)
-    kept = _residuals(made) if made else ()
-    temporaries = _temporaries(emission.timeline.largest(_SHOWN))
-    alive = sorted((*inputs, *kept, *(() if made else temporaries)), key=lambda a: -a.bytes)
+    alive = [*_arguments(call.args), *_temporaries(line, found)]
     return OutOfMemory(
         target=where.name,
         memory=where.memory,
-        needed=emission.simulated,
-        alive=tuple(alive),
+        needed=needed,
+        alive=tuple(sorted(alive, key=lambda a: -a.bytes)),
         plan=made,
         floor=floor,
-        remedies=tuple(_remedies(step, emission.simulated, made, floor)),
+        remedies=tuple(_remedies(step, needed, made, floor)),
     )
 
 
@@ -143,28 +144,21 @@ def _arguments(args: Any) -> list[Alive]:
     return [Alive("argument", name, "arrays", count[name], size[name]) for name in count]
 
 
-def _residuals(made: Plan) -> list[Alive]:
-    """What the plain step keeps for its backward pass."""
-    saved = dict.fromkeys((r.name for r in made.residuals), Decision.SAVE)
+def _temporaries(line: Timeline, found: Trace) -> list[Alive]:
+    """Buffers alive at the simulated peak, those that are made alike together."""
+    values, names = line.graph.values, labels(line.graph, found.plan_name)
+    alive = line.alive(line.peak_index)
+    count = Counter((_alike(names[v]), values[v]) for v in alive)
     return [
-        Alive("residual", row.name, _shape(r), r.count * row.regions, row.bytes)
-        for row in rows(made.residuals, saved)
-        if (r := row.sample).needed or r.boundary
+        Alive("temporary", name, f"{v.dtype}[{','.join(map(str, v.shape))}]", n, n * v.bytes)
+        for (name, v), n in count.items()
     ]
 
 
-def _temporaries(largest: Sequence[tuple[Operation, Value]]) -> list[Alive]:
-    """The largest buffers of a simulated step, those that are made alike together."""
-    made = Counter((op.primitive, value) for op, value in largest)
-    scopes = {(op.primitive, value): op.scope for op, value in largest}
-    return [
-        Alive("temporary", "/".join((*scopes[key], key[0])), _shape(key[1]), n, n * key[1].bytes)
-        for key, n in made.items()
-    ]
-
-
-def _shape(value: Residual | Value) -> str:
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+def _alike(name: str) -> str:
+    """A name without the numbers of what it is in."""
+    where, slash, last = name.rpartition("/")
+    return NUMBERED.sub("*", where) + slash + last
 
 
 def _remedies(step: Step, needed: int, made: Plan | None, floor: int | None) -> Iterator[str]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jdelta._call import Call
 from jdelta._cost import operation_seconds, program_seconds
 from jdelta._decision import Decision
-from jdelta._emit import Emission, emit
+from jdelta._emit import Step, emit, fixed_bytes
 from jdelta._fusion import Compiler, storage
-from jdelta._graph import Graph, Operation
+from jdelta._graph import labels
 from jdelta._hlo import parse
 from jdelta._overlap import Span, read_lanes
 from jdelta._peak import Timeline, timeline
@@ -90,24 +90,31 @@ def picture(plan: Plan, call: Call) -> Picture:
     Raises:
         PlanMismatchError: The plan was made for another program.
     """
-    step = step_of(plan, call, plan.donate_argnums)
-    plain, planned = (moments(emit(step, p), step.target) for p in (None, plan.policy))
+    step, trace = step_of(plan, call, plan.donate_argnums)
+    compiler = Compiler(step.target.platform)
+    plain, planned = timeline(trace.graph, compiler), emit(step, plan.policy).timeline
     lanes: tuple[Span, ...] = ()
     if plan.overlap.transfers:
         program = compiled(plan, call, plan.donate_argnums)
         lanes = read_lanes(parse(program.as_text() or ""), step.target.rates)
-    return Picture(plain, planned, grid(plan), lanes)
+    return Picture(moments(plain, step, trace.plan_name), moments(planned, step), grid(plan), lanes)
 
 
-def moments(emission: Emission, target: Target) -> tuple[Moment, ...]:
-    """The simulated step, its loops' bodies once each, stretched to all their iterations."""
-    compiler = Compiler(target.platform)
-    fixed = emission.simulated - emission.timeline.peak
+def moments(line: Timeline, step: Step, rename: Callable[[Any], str] = str) -> tuple[Moment, ...]:
+    """The simulated step, its loops' bodies once each, stretched to all their iterations.
+
+    Args:
+        line: The simulation.
+        step: The step it is of.
+        rename: From names in its program to what to call values.
+    """
     found: list[Moment] = []
     now = 0.0
-    for seconds, live, what, alive in _stretches(emission.timeline, compiler, target, fixed):
-        found.append(Moment(now, seconds, live, what, alive))
-        now += seconds
+    base = fixed_bytes(line.graph, step)
+    for seconds, live, what, alive in _stretches(line, step.target, base, rename):
+        if seconds:
+            found.append(Moment(now, seconds, live, what, alive))
+            now += seconds
     return tuple(_coarse(found))
 
 
@@ -115,53 +122,39 @@ _Alive = tuple[tuple[str, int], ...]
 
 
 def _stretches(
-    line: Timeline, compiler: Compiler, target: Target, base: int
+    line: Timeline, target: Target, base: int, rename: Callable[[Any], str]
 ) -> Iterator[tuple[float, int, str, _Alive]]:
     """Length, bytes, operation and largest buffers of each part of a program's run."""
-    graph = line.graph
+    graph, compiler = line.graph, Compiler(target.platform)
     roots = storage(graph, compiler)
-    for index, alive in enumerate(_alive(line)):
+    for index, alive in enumerate(_alive(line, rename)):
         op = graph.operations[index]
         seconds = operation_seconds(graph, op, roots, target.rates, target.platform)
         live = base + line.live[index]
         if op.body is None or not op.body.operations:
-            yield seconds, live, _label(op), alive
+            yield seconds, live, "/".join((*op.scope, op.primitive)), alive
             continue
         inner = timeline(op.body, compiler)
-        under = live - inner.peak
         times = seconds / (program_seconds(op.body, target.rates, target.platform) or 1.0)
-        for length, bytes_, what, more in _stretches(inner, compiler, target, under):
+        under = live - inner.peak
+        for length, inside, what, more in _stretches(inner, target, under, rename):
             largest = sorted((*alive, *more), key=lambda a: -a[1])[:_NAMED]
-            yield times * length, bytes_, what, tuple(largest)
+            yield times * length, inside, what, tuple(largest)
 
 
-def _alive(line: Timeline) -> Iterator[_Alive]:
+def _alive(line: Timeline, rename: Callable[[Any], str]) -> Iterator[_Alive]:
     """For each operation the largest buffers alive while it runs."""
-    values, producers = line.graph.values, line.graph.producers()
+    values, names = line.graph.values, labels(line.graph, rename)
     ends: dict[int, list[int]] = {}
     for v, end in line.last.items():
         ends.setdefault(end, []).append(v)
-    names = _names(line.graph)
     living: dict[int, int] = {}
     for index, op in enumerate(line.graph.operations):
         living.update((v, values[v].bytes) for v in op.outputs if v in line.last)
         largest = heapq.nlargest(_NAMED, living, key=living.__getitem__)
-        yield tuple(
-            (names.get(v) or _label(line.graph.operations[producers[v]]), living[v])
-            for v in largest
-            if living[v]
-        )
+        yield tuple((names[v], living[v]) for v in largest if living[v])
         for v in ends.get(index, ()):
             living.pop(v, None)
-
-
-def _names(graph: Graph) -> dict[int, str]:
-    """The names that a plan gives to values."""
-    return {op.inputs[0]: str(op.name) for op in graph.operations if op.name and op.inputs}
-
-
-def _label(op: Operation) -> str:
-    return "/".join((*op.scope, op.primitive))
 
 
 def _coarse(found: Sequence[Moment]) -> Iterator[Moment]:

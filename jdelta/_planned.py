@@ -101,13 +101,13 @@ def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Comp
 def _compiled(
     plan: Plan, call: Call, donate: tuple[int, ...]
 ) -> tuple[jax.stages.Compiled | None, Measurement]:
-    step = step_of(plan, call, donate)
+    step, _ = step_of(plan, call, donate)
     emission = emit(step, plan.policy)
     return measure(emission.lower(), step.target, emission.options, executable=True)
 
 
-def step_of(plan: Plan, call: Call, donate: tuple[int, ...]) -> Step:
-    """The step of a call, as the plan was made for it.
+def step_of(plan: Plan, call: Call, donate: tuple[int, ...]) -> tuple[Step, Trace]:
+    """The step of a call, as the plan was made for it, and its plain program.
 
     Raises:
         PlanMismatchError: The plan was made for another program.
@@ -118,7 +118,8 @@ def step_of(plan: Plan, call: Call, donate: tuple[int, ...]) -> Step:
     if found.fingerprint != plan.fingerprint:
         raise PlanMismatchError(_other_program(plan, found))
     aliases, donated = dict(plan.aliases), call.donated(donate)
-    return Step(call.fun, call.args, donated, target, aliases, found.automatic, plan.grouping)
+    step = Step(call.fun, call.args, donated, target, aliases, found.automatic, plan.grouping)
+    return step, found
 
 
 def _other_program(plan: Plan, found: Trace) -> str:

@@ -16,6 +16,7 @@ from jdelta._budget import Budget, format_bytes
 from jdelta._decision import Decision
 from jdelta._emit import Emission, Step, emit
 from jdelta._errors import BudgetError, OffloadError
+from jdelta._graph import labels
 from jdelta._host import without_place
 from jdelta._items import Items
 from jdelta._measure import Measurement, measure
@@ -491,9 +492,9 @@ def _too_small(bound: int, floor: Candidate) -> BudgetError:
 
 def _largest(timeline: Timeline) -> str:
     """What is alive at the simulated peak, for messages."""
+    values, names = timeline.graph.values, labels(timeline.graph)
     rows = [
-        f"{'/'.join((*op.scope, op.primitive))} {value.dtype}{list(value.shape)} "
-        f"{format_bytes(value.bytes)}"
-        for op, value in timeline.largest(4)
+        f"{names[v]} {values[v].dtype}{list(values[v].shape)} {format_bytes(values[v].bytes)}"
+        for v in timeline.alive(timeline.peak_index)[:4]
     ]
     return f"; the largest temporaries then are {', '.join(rows)}" if rows else ""

@@ -15,7 +15,8 @@ from jdelta._residual import Residual
 if TYPE_CHECKING:
     from jdelta._plan import Plan
 
-_NUMBERED = re.compile(r"(?<=_)\d+(?=/|$)|(?<![^/])\d+(?=/|$)")
+NUMBERED = re.compile(r"(?<=_)\d+(?=/|$)|(?<![^/])\d+(?=/|$)")
+"""Numbers of regions that are alike."""
 HEAD = ("residual", "count", "shape", "bytes", "decision", "why")
 """Titles of the table's columns."""
 
@@ -68,7 +69,7 @@ def rows(residuals: Sequence[Residual], decisions: Mapping[str, Decision]) -> li
     groups: dict[tuple[object, ...], list[Residual]] = {}
     for r in residuals:
         inner = r.name.removeprefix(r.region)
-        key = (_NUMBERED.sub("*", r.region), inner, decisions[r.name], r.shape, r.dtype, r.count)
+        key = (NUMBERED.sub("*", r.region), inner, decisions[r.name], r.shape, r.dtype, r.count)
         groups.setdefault(key, []).append(r)
     made = [
         Row(

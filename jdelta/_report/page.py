@@ -35,7 +35,7 @@ def page(plan: Plan, picture: Picture | None, others: Mapping[str, Plan]) -> str
         "rows": [cells(row) for row in rows(plan.residuals, plan.decisions) if row.matters],
     }
     template = resources.files("jdelta._report").joinpath("page.html").read_text("utf-8")
-    data = json.dumps(record, separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
     return template.replace("{title}", html.escape(f"jdelta: {plan.target}")).replace(
         '"{data}"', data
     )
