@@ -117,7 +117,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     temporaries = timeline(graph, Compiler(platform))
     pool = min(emitted.bytes, step.store.spill.pool_bytes) if step.store else 0
     pool = pool if platform == "cpu" else 0
-    simulated = temporaries.peak + _fixed_bytes(graph, step) + pool
+    simulated = temporaries.peak + fixed_bytes(graph, step) + pool
     options = _options(step.target, policy, simulated)
     return Emission(policy, temporaries, lower, options, simulated, emitted, pool)
 
@@ -158,16 +158,16 @@ def _traced(planned: Any, step: Step, policy: Policy | None) -> jax.stages.Trace
         ) from error
 
 
-def _fixed_bytes(graph: Graph, step: Step) -> int:
+def fixed_bytes(graph: Graph, step: Step) -> int:
     """Bytes of arguments and results, donated ones once."""
     inputs = sum(graph.values[v].bytes for v in graph.inputs)
     outputs = sum(graph.values[v].bytes for v in graph.outputs if v is not None)
     leaves: list[Any] = jax.tree.leaves([step.args[i] for i in step.donate])
-    donated = sum(map(_local_bytes, leaves))
+    donated = sum(map(local_bytes, leaves))
     return inputs + outputs - min(outputs, donated)
 
 
-def _local_bytes(leaf: Any) -> int:
+def local_bytes(leaf: Any) -> int:
     """Bytes of an argument on one device; none for keys, what is no array, and on the host."""
     if not hasattr(leaf, "dtype") or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return 0

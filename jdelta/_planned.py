@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from jdelta._call import Call, call_of, described, difference
 from jdelta._drift import Drift
 from jdelta._emit import Step, emit
 from jdelta._errors import BudgetError, PlanMismatchError
-from jdelta._measure import measure
+from jdelta._measure import Measurement, measure
 from jdelta._spill import named_errors
 from jdelta._target import resolve
 from jdelta._trace import Trace, trace
@@ -90,26 +91,26 @@ def _check_arguments(plan: Plan, call: Call) -> None:
         )
 
 
+def recompiled(plan: Plan, step_fn: Callable[..., Any], args: tuple[Any, ...]) -> Measurement:
+    """What the compiler says today of a step under a plan.
+
+    Args:
+        plan: The plan; one that was loaded will do.
+        step_fn: The step it was made for.
+        args: Arguments of that step, or their shapes.
+
+    Raises:
+        PlanMismatchError: The plan was made for other arguments, or for another program.
+    """
+    call = call_of(step_fn, plan.static, args, {})
+    _check_arguments(plan, call)
+    _, measurement, peak = _compiled(plan, call, plan.donate_argnums)
+    return dataclasses.replace(measurement, peak=peak)
+
+
 def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Compiled:
     """Compile a step under a plan and check it against the budget."""
-    target = resolve(plan.target, call.args)
-    call = call.abstract(target)  # as planned
-    found = trace(call.fun, *call.args, grouping=plan.grouping, platform=target.platform)
-    if found.fingerprint != plan.fingerprint:
-        raise PlanMismatchError(_other_program(plan, found))
-    step = Step(
-        call.fun,
-        call.args,
-        call.donated(donate),
-        target,
-        dict(plan.aliases),
-        found.automatic,
-        plan.grouping,
-        plan.store,
-    )
-    emission = emit(step, plan.policy)
-    program, measurement = measure(emission.lower(), target, emission.options, executable=True)
-    peak = measurement.peak + emission.pool
+    program, _, peak = _compiled(plan, call, donate)
     if program is None or peak > plan.budget:
         raise BudgetError(
             f"Compiled with donate_argnums={donate} the step needs "
@@ -117,6 +118,33 @@ def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Comp
             f"it was planned with donate_argnums={plan.donate_argnums}."
         )
     return program
+
+
+def _compiled(
+    plan: Plan, call: Call, donate: tuple[int, ...]
+) -> tuple[jax.stages.Compiled | None, Measurement, int]:
+    """The program, what the compiler says of it, and its peak with what spilling holds beside."""
+    step, _ = step_of(plan, call, donate)
+    emission = emit(step, plan.policy)
+    options = emission.options
+    program, measurement = measure(emission.lower(), step.target, options, executable=True)
+    return program, measurement, measurement.peak + emission.pool
+
+
+def step_of(plan: Plan, call: Call, donate: tuple[int, ...]) -> tuple[Step, Trace]:
+    """The step of a call, as the plan was made for it, and its plain program.
+
+    Raises:
+        PlanMismatchError: The plan was made for another program.
+    """
+    target = resolve(plan.target, call.args)
+    call = call.abstract(target)
+    found = trace(call.fun, *call.args, grouping=plan.grouping, platform=target.platform)
+    if found.fingerprint != plan.fingerprint:
+        raise PlanMismatchError(_other_program(plan, found))
+    aliases, donated = dict(plan.aliases), call.donated(donate)
+    how = found.automatic, plan.grouping, plan.store
+    return Step(call.fun, call.args, donated, target, aliases, *how), found
 
 
 def _other_program(plan: Plan, found: Trace) -> str:
