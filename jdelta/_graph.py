@@ -141,7 +141,7 @@ def labels(graph: Graph, rename: Callable[[Any], str] = str) -> dict[int, str]:
         for v, o in zip(op.outputs, made, strict=True):
             found[v] = own if o is None else inside.get(o, own)
         if op.name:  # of several names that a value has got, the first one
-            name = named.get(op.inputs[0]) or rename(op.name)
+            name = named.get(op.inputs[0] if op.inputs else -1) or rename(op.name)
             named.update(dict.fromkeys((*op.inputs, *op.outputs), name))
     return found | named
 
