@@ -17,6 +17,7 @@ import jdelta
 from benchmarks import policies, programs, record, steps
 from benchmarks.record import Row
 from jdelta._budget import parse_budget
+from jdelta._largest import bisected
 from jdelta._target import resolve
 
 STEPS = (
@@ -30,7 +31,6 @@ STEPS = (
 TARGETS = ("tpu:v5e:2x2", "cuda:h100")
 LIMITS = {"plan 10%": 0.1, "plan": None}
 METHODS = ("plain", "hand", *LIMITS)
-RESOLUTION = 32
 HEADS = ["step", "target", "memory", "method", "batch", "over plain", "added"]
 
 
@@ -56,23 +56,8 @@ def row(step: str, target: str, method: str, memory: str | None = None, **option
             attempts.append({"batch": batch, **found})
             return found["fits"]
 
-        best = largest(fits, best)
+        best = bisected(fits, best)
     return {"room": room, "batch": best, "attempts": attempts}
-
-
-def largest(fits: Callable[[int], bool], low: int = 0) -> int:
-    """The largest batch that fits, up to 1 in `RESOLUTION` below; `low` if none above it does."""
-    high = low + _least(low)
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > _least(low):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _least(batch: int) -> int:
-    return max(1, batch // RESOLUTION)
 
 
 def ways(method: str, step: str, target: str, **options: Any) -> list[Callable[..., Row]]:

@@ -1,5 +1,7 @@
 """Plan a JAX training step to a memory budget: save, offload or recompute every intermediate."""
 
+import logging
+
 from jdelta._decision import Decision as Decision
 from jdelta._errors import BudgetError as BudgetError
 from jdelta._errors import JdeltaError as JdeltaError
@@ -8,6 +10,13 @@ from jdelta._errors import PlanMismatchError as PlanMismatchError
 from jdelta._errors import SpillError as SpillError
 from jdelta._errors import TargetError as TargetError
 from jdelta._errors import TraceError as TraceError
+from jdelta._explain import Explanation as Explanation
+from jdelta._frontier import Frontier as Frontier
+from jdelta._frontier import frontier as frontier
+from jdelta._largest import Largest as Largest
+from jdelta._largest import largest as largest
+from jdelta._oom import OutOfMemory as OutOfMemory
+from jdelta._oom import explain_oom as explain_oom
 from jdelta._plan import DeferredPlan as DeferredPlan
 from jdelta._plan import Plan as Plan
 from jdelta._plan import jit as jit
@@ -20,3 +29,5 @@ from jdelta._solver import Milp as Milp
 from jdelta._target import Target as Target
 
 __version__ = "0.1.0"
+
+logging.getLogger("jdelta").addHandler(logging.NullHandler())

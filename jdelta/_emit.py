@@ -102,7 +102,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         return traced.lower(lowering_platforms=(platform,))
 
     temporaries = timeline(graph, Compiler(platform))
-    simulated = temporaries.peak + _fixed_bytes(graph, step)
+    simulated = temporaries.peak + fixed_bytes(graph, step)
     options = _options(step.target, policy, simulated)
     return Emission(policy, temporaries, lower, options, simulated)
 
@@ -128,16 +128,16 @@ def _traced(planned: Any, step: Step, policy: Policy | None) -> jax.stages.Trace
         ) from error
 
 
-def _fixed_bytes(graph: Graph, step: Step) -> int:
+def fixed_bytes(graph: Graph, step: Step) -> int:
     """Bytes of arguments and results, donated ones once."""
     inputs = sum(graph.values[v].bytes for v in graph.inputs)
     outputs = sum(graph.values[v].bytes for v in graph.outputs if v is not None)
     leaves: list[Any] = jax.tree.leaves([step.args[i] for i in step.donate])
-    donated = sum(map(_local_bytes, leaves))
+    donated = sum(map(local_bytes, leaves))
     return inputs + outputs - min(outputs, donated)
 
 
-def _local_bytes(leaf: Any) -> int:
+def local_bytes(leaf: Any) -> int:
     """Bytes of an argument on one device; none for keys, what is no array, and on the host."""
     if not hasattr(leaf, "dtype") or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,29 @@ class Graph:
     def producers(self) -> dict[int, int]:
         """From each computed value to the index of the operation that makes it."""
         return {v: i for i, op in enumerate(self.operations) for v in op.outputs}
+
+
+def labels(graph: Graph, rename: Callable[[Any], str] = str) -> dict[int, str]:
+    """What to call each computed value: its name, else the scopes and primitive of its maker.
+
+    What a loop stacks is called as in its body.
+
+    Args:
+        graph: The program.
+        rename: From a name in it to what to call it.
+    """
+    found: dict[int, str] = {}
+    named: dict[int, str] = {}
+    for op in graph.operations:
+        own = "/".join((*op.scope, op.primitive))
+        inside = labels(op.body, rename) if op.primitive == "scan" and op.body else {}
+        made = op.body.outputs if inside and op.body else [None] * len(op.outputs)
+        for v, o in zip(op.outputs, made, strict=True):
+            found[v] = own if o is None else inside.get(o, own)
+        if op.name:  # of several names that a value has got, the first one
+            name = named.get(op.inputs[0]) or rename(op.name)
+            named.update(dict.fromkeys((*op.inputs, *op.outputs), name))
+    return found | named
 
 
 def value_of(aval: Any, spec: Spec = ()) -> Value:

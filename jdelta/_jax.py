@@ -12,7 +12,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import jax
@@ -329,6 +329,24 @@ def _name_jaxpr() -> Jaxpr:
 
 def _name_equation() -> Eqn:
     return _name_jaxpr().eqns[0]
+
+
+def answer(
+    policy: Callable[..., Any], primitive: str, avals: Sequence[Any], params: Mapping[str, Any]
+) -> str:
+    """What a ``jax.checkpoint`` policy says of an equation: "save", "offload" or "recompute".
+
+    Args:
+        policy: The policy.
+        primitive: Name of the primitive.
+        avals: Shapes of its operands.
+        params: Its parameters.
+    """
+    asked = getattr(primitives, f"{primitive.replace('-', '_')}_p", None)
+    asked = SimpleNamespace(name=primitive) if asked is None else asked
+    said = policy(asked, *avals, **params)
+    kinds = {"bool": "save" if said else "recompute", "SaveableType": "save"}
+    return {**kinds, "Offloadable": "offload"}.get(type(said).__name__, "recompute")
 
 
 def named_value(eqn: Eqn) -> str | None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jdelta._boundary import with_boundaries
 from jdelta._budget import Budget
 from jdelta._decision import Decision
 from jdelta._emit import Step
 from jdelta._errors import BudgetError
+from jdelta._hand import decisions_of
 from jdelta._items import items_of
 from jdelta._planner import EARLY, GROUPS, MOST_COMPILES, Found, Search
 from jdelta._region import AS_WRITTEN, Grouping
 from jdelta._solver import Solver
 from jdelta._trace import Trace
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Planning:
         traced: Stages the step, its loops run in the given way.
         step: What is compiled of it.
         host_room: Bytes that may be offloaded.
-        pin: Decisions taken by hand.
+        pin: Decisions taken by hand, or a hand-written policy.
         solver: What decides.
         per_layer: Whether layers of a loop may be decided differently.
     """
@@ -35,7 +40,7 @@ class Planning:
     traced: Callable[[Grouping], Trace]
     step: Callable[[Trace], Step]
     host_room: float
-    pin: Mapping[str, Decision | str]
+    pin: Mapping[str, Decision | str] | Callable[..., Any]
     solver: Solver
     per_layer: bool
 
@@ -62,10 +67,12 @@ class Planning:
         return (search, found) if is_done else self._apart(search, found)
 
     def _search(self, grouping: Grouping, before: Search | None = None) -> Search:
+        _LOG.info("tracing the step, %d layers in an iteration of its loops", grouping.layers)
         trace = self.traced(grouping)
         step = self.step(trace)
         residuals = with_boundaries(trace, step.target)
-        items = items_of(residuals, step.target, self.host_room, self.pin)
+        pin = decisions_of(self.pin, trace, residuals) if callable(self.pin) else self.pin
+        items = items_of(residuals, step.target, self.host_room, pin)
         return Search(step, items, trace, self.solver, before)
 
     def _nested(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:

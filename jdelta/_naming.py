@@ -36,12 +36,14 @@ class RegionName(str):
         loops: Number of loops of the region itself that the value is in.
         conditional: Whether it is in a branch of a ``cond`` of the region itself.
         is_input: Whether it names an input of the region.
+        given: The user's own ``checkpoint_name`` of the value; empty where it has none.
     """
 
     region: str
     loops: int
     conditional: bool
     is_input: bool
+    given: str
 
     def __new__(
         cls,
@@ -51,6 +53,7 @@ class RegionName(str):
         *,
         conditional: bool = False,
         is_input: bool = False,
+        given: str = "",
     ) -> RegionName:
         """The name ``region/inner``."""
         self = super().__new__(cls, f"{region}/{inner}")
@@ -58,6 +61,7 @@ class RegionName(str):
         self.loops = loops
         self.conditional = conditional
         self.is_input = is_input
+        self.given = given
         return self
 
 
@@ -74,7 +78,7 @@ class _Namer:
         return RegionName(self._region, self._unique("input"), is_input=True)
 
     def __call__(
-        self, path: Sequence[str], last: str, loops: int, *, conditional: bool
+        self, path: Sequence[str], last: str, loops: int, *, conditional: bool, given: str
     ) -> RegionName:
         # A module's scope begins with its own name, that of a unit found with all of it.
         for own in (self._own, self._own[-1:]):
@@ -82,7 +86,7 @@ class _Namer:
                 path = path[len(own) :]
                 break
         inner = self._unique("/".join((*path, last)))
-        return RegionName(self._region, inner, loops, conditional=conditional)
+        return RegionName(self._region, inner, loops, conditional=conditional, given=given)
 
     def _unique(self, inner: str) -> str:
         self._used[inner] += 1
@@ -192,7 +196,7 @@ class _Rewrite:
             tangent_out = _while_tangents(eqn, tangent_in)
         outvars = [_jax.new_var(v.aval) if _jax.is_var(v) else v for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
-        user_name = _jax.named_value(eqn)
+        given = _given(eqn)
         for old, new, is_tangent in zip(eqn.outvars, outvars, tangent_out, strict=True):
             if not _jax.is_var(old):
                 continue
@@ -200,13 +204,13 @@ class _Rewrite:
             if is_tangent:
                 self.tangents.add(new)
             elif _jax.is_complex(old):
-                self.became[old] = self._parts(new, path, user_name or _jax.label(eqn), eqn)
+                self.became[old] = self._parts(new, path, given or _jax.label(eqn), eqn)
             elif hasattr(old.aval, "shape"):
-                self.became[old] = self._named(new, path, user_name or _jax.label(eqn), eqn)
+                self.became[old] = self._named(new, path, given or _jax.label(eqn), eqn, given)
 
-    def _named(self, var: Var, path: tuple[str, ...], last: str, like: Eqn) -> Var:
+    def _named(self, var: Var, path: tuple[str, ...], last: str, like: Eqn, given: str = "") -> Var:
         named = _jax.new_var(var.aval)
-        name = self.namer(path, last, self.loops, conditional=self.conditional)
+        name = self.namer(path, last, self.loops, conditional=self.conditional, given=given)
         self.eqns.append(_jax.name_equation(var, named, name, like))
         return named
 
@@ -259,6 +263,12 @@ class _Rewrite:
             branches.append(branch if _jax.consts_of(named) else named)  # JAX expects none there
             tangent_out.append(rewrite.tangent_outputs())
         return tuple(branches), [any(marks) for marks in zip(*tangent_out, strict=True)]
+
+
+def _given(eqn: Eqn) -> str:
+    """The user's own name of what an equation makes; empty where there is none."""
+    name = _jax.named_value(eqn)
+    return name.given if isinstance(name, RegionName) else name or ""
 
 
 def _with_buffers_named(eqns: Sequence[Eqn]) -> list[Eqn]:

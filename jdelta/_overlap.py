@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jdelta._chips import Rates
@@ -124,6 +124,38 @@ def read_overlap(module: Module, rates: Rates) -> Overlap:
     return Overlap(tuple(log.transfer() for log in now.logs.values()), now.compute)
 
 
+@dataclass(frozen=True)
+class Span:
+    """Something that goes on for a while in a run of the schedule.
+
+    Attributes:
+        lane: "compute", "out" (device to host) or "in" (host to device).
+        name: The instruction that transfers; empty for compute.
+        start: Seconds since the program's start.
+        end: Seconds since the program's start.
+        bytes: Bytes moved; 0 for compute.
+    """
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    bytes: int = 0
+
+
+def read_lanes(module: Module, rates: Rates) -> tuple[Span, ...]:
+    """When compute and each transfer run, in the same simulation as that of ``read_overlap``.
+
+    Args:
+        module: The program as the compiler of a TPU or a GPU prints it.
+        rates: Rates of the target.
+    """
+    run = _Run(module, rates)
+    now = _Clock(spans=[])
+    run.computation(now, run.module.entry)
+    return tuple(now.spans or ())
+
+
 @dataclass
 class _Log:
     """All executions of a transfer."""
@@ -150,6 +182,7 @@ class _Clock:
         free: When each direction of the link is free.
         flying: Ends of the transfers whose done is still to come, by their start and direction.
         logs: All transfers so far, by instruction and direction.
+        spans: Everything that ran so far, compute without gaps in one; None if not wanted.
     """
 
     time: float = 0.0
@@ -157,22 +190,37 @@ class _Clock:
     free: dict[str, float] = field(default_factory=lambda: {"out": 0.0, "in": 0.0})
     flying: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
     logs: dict[tuple[str, str], _Log] = field(default_factory=dict[tuple[str, str], _Log])
+    spans: list[Span] | None = None
 
     def work(self, duration: float) -> None:
+        self._compute(duration)
         self.time += duration
         self.compute += duration
 
     def start(self, name: str, direction: str, size: int, duration: float) -> None:
         log = self.logs.setdefault((name, direction), _Log(name, direction, size, duration))
         log.trips += 1
-        self.free[direction] = max(self.time, self.free[direction]) + duration
+        begin = max(self.time, self.free[direction])
+        self.free[direction] = begin + duration
         self.flying[name, direction] = self.free[direction]
+        if self.spans is not None:
+            self.spans.append(Span(direction, name, begin, begin + duration, size))
 
     def done(self, name: str) -> None:
         for key in [key for key in self.flying if key[0] == name]:
             wait = max(0.0, self.flying.pop(key) - self.time)
             self.logs[key].exposed += wait
             self.time += wait
+
+    def _compute(self, duration: float) -> None:
+        if self.spans is None or not duration:
+            return
+        last = next((i for i, s in enumerate(reversed(self.spans)) if s.lane == "compute"), None)
+        at = None if last is None else len(self.spans) - 1 - last
+        if at is not None and self.spans[at].end == self.time:
+            self.spans[at] = replace(self.spans[at], end=self.time + duration)
+        else:
+            self.spans.append(Span("compute", "", self.time, self.time + duration))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jdelta import _jax
 from jdelta._fusion import Compiler, read_narrowly, storage
-from jdelta._graph import Graph, Operation, Value
+from jdelta._graph import Graph, Operation
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,11 @@ class Timeline:
         """Index of the operation that runs at the peak."""
         return max(range(len(self.live)), key=self.live.__getitem__, default=0)
 
-    def largest(self, count: int) -> list[tuple[Operation, Value]]:
-        """The largest buffers alive at the peak, each with the operation that made it."""
-        last, producers = self.last, self.graph.producers()
-        alive = [
-            v
-            for v, end in last.items()
-            if v in producers and producers[v] <= self.peak_index <= end
-        ]
-        alive.sort(key=lambda v: -self.graph.values[v].bytes)
-        return [(self.graph.operations[producers[v]], self.graph.values[v]) for v in alive[:count]]
+    def alive(self, index: int) -> list[int]:
+        """The buffers alive while an operation runs, largest first."""
+        producers, values = self.graph.producers(), self.graph.values
+        alive = [v for v, end in self.last.items() if producers.get(v, index + 1) <= index <= end]
+        return sorted(alive, key=lambda v: -values[v].bytes)
 
 
 def timeline(graph: Graph, compiler: Compiler) -> Timeline:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import jax
 
@@ -18,13 +20,17 @@ from jdelta._cost import program_seconds
 from jdelta._decision import Decision
 from jdelta._emit import Step
 from jdelta._errors import BudgetError, PlanMismatchError, TargetError
+from jdelta._explain import Explanation, explain
+from jdelta._export import export
 from jdelta._layers import Planning
 from jdelta._measure import Measurement
 from jdelta._overlap import Overlap
+from jdelta._picture import Picture, picture
 from jdelta._planned import PlannedStep, compiled
 from jdelta._planner import Found
 from jdelta._policy import Policy
 from jdelta._region import Grouping
+from jdelta._report import page
 from jdelta._residual import Residual
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
@@ -35,7 +41,10 @@ from jdelta._trace import Trace, trace
 MARGIN = 0.05
 """Share of a target's memory left to allocator and runtime when no budget is given."""
 
-_NO_PINS: Mapping[str, Decision | str] = MappingProxyType({})
+Pins: TypeAlias = Mapping[str, Decision | str] | Callable[..., Any]
+
+_NO_PLANS: Mapping[str, Any] = MappingProxyType({})
+_NO_PINS: Pins = MappingProxyType({})
 _SOLVERS: Mapping[str, Solver] = {"knapsack": Knapsack(), "milp": Milp()}
 
 
@@ -194,6 +203,67 @@ class Plan:
         """Write the plan to ``path`` as JSON, to be read by ``jdelta.load``."""
         _file.save(self, path)
 
+    def explain(self, name: str) -> tuple[Explanation, ...]:
+        """Why the plan decides as it does about a residual, and what would change that.
+
+        Args:
+            name: The name of a residual, or a pattern such as ``"h/mlp/*"``.
+
+        Returns:
+            One explanation for residuals that are alike.
+
+        Raises:
+            PlanMismatchError: No residual has such a name.
+        """
+        return explain(self, name)
+
+    def export(self, form: str) -> str:
+        """The plan in the words of another library, as far as values have the user's own names.
+
+        Args:
+            form: ``"jax"`` (``save_and_offload_only_these_names``), ``"maxtext"``, ``"levanter"``
+                or ``"axlearn"``.
+
+        Returns:
+            Text; what that library will compute again though the plan keeps it is in comments.
+
+        Raises:
+            ValueError: No such form.
+            PlanMismatchError: The plan cannot be said in its words.
+        """
+        return export(self, form)
+
+    def report(self, path: str, *, others: Mapping[str, Plan] = _NO_PLANS) -> None:
+        """Write one self-contained HTML page: figures, pictures, every residual.
+
+        A plan that transfers is compiled once more if its figures came from the disk cache. A plan
+        that was loaded from a file has no step, so the pictures of the step are left out.
+
+        Args:
+            path: File to write.
+            others: Further plans to compare it with (hand policies, other budgets), by name.
+        """
+        shown = picture(self, self._call) if self._call is not None else None
+        Path(path).write_text(page(self, shown, others), encoding="utf-8")
+
+    def picture(self) -> Picture:
+        """What pictures of the plan show, as records: for ``jdelta.plot``, or one's own drawing.
+
+        Raises:
+            PlanMismatchError: The plan was loaded from a file, so it has no step.
+        """
+        if self._call is None:
+            raise PlanMismatchError(
+                "A plan loaded from a file has no step to make a picture of. Plan the step again; "
+                "that takes no compile while the measurements are cached."
+            )
+        return picture(self, self._call)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page without pictures of the step."""
+        content = html.escape(page(self, None, {}))
+        return f'<iframe srcdoc="{content}" style="width:100%;height:32rem;border:0"></iframe>'
+
     def __str__(self) -> str:
         """The plan's table, and its figures for the whole step."""
         return f"{format_table(rows(self.residuals, self.decisions))}\n\n{summary(self)}"
@@ -210,7 +280,7 @@ def plan(
     static_argnames: str | Sequence[str] = (),
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
-    pin: Mapping[str, Decision | str] = _NO_PINS,
+    pin: Pins = _NO_PINS,
     per_layer: bool = True,
 ) -> DeferredPlan: ...
 @overload
@@ -226,7 +296,7 @@ def plan(
     static_argnames: str | Sequence[str] = (),
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
-    pin: Mapping[str, Decision | str] = _NO_PINS,
+    pin: Pins = _NO_PINS,
     per_layer: bool = True,
 ) -> Plan: ...
 def plan(
@@ -239,7 +309,7 @@ def plan(
     static_argnames: str | Sequence[str] = (),
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
-    pin: Mapping[str, Decision | str] = _NO_PINS,
+    pin: Pins = _NO_PINS,
     per_layer: bool = True,
 ) -> Plan | DeferredPlan:
     """Plan a training step to a memory budget, compile it under the plan and check it.
@@ -268,7 +338,8 @@ def plan(
             the devices of a process, less arguments that live there.
         pin: Decisions taken by hand: from a pattern of residual names (``"h/mlp/*"``) to
             ``"save"``, ``"offload"`` or ``"recompute"``. One layer of a scan is then decided like
-            the others.
+            the others. Or a ``jax.checkpoint`` policy, which then decides everything: so a policy
+            written by hand is compiled, checked and shown like a plan.
         per_layer: Whether layers of a scan may be decided differently where that pays. The planned
             loop then runs several layers in an iteration, which ``plan.jit`` can do, but no plan
             used as a mere policy: False where the plan is to be one.
@@ -283,6 +354,20 @@ def plan(
         TargetError: The target is unknown or its compiler is not installed.
         OffloadError: The compiled program does not offload what was planned.
         PlanMismatchError: A pattern of ``pin`` fits nothing.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jdelta
+        >>> def loss(w, x):
+        ...     layer = lambda x, w: (x + jnp.tanh(x @ w), None)
+        ...     return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+        >>> step = lambda w, x: w - 0.1 * jax.grad(loss)(w, x)
+        >>> w = jax.ShapeDtypeStruct((8, 128, 128), jnp.float32)
+        >>> x = jax.ShapeDtypeStruct((4096, 128), jnp.float32)
+        >>> plan = jdelta.plan(step, 0.6, w, x)
+        >>> plan.compiled_peak <= plan.budget < plan.ceiling
+        True
+        >>> sorted({decision.value for decision in plan.decisions.values()})
+        ['recompute', 'save']
     """
     options: dict[str, Any] = {
         "target": target,
@@ -316,6 +401,17 @@ def jit(
 
     Raises:
         JdeltaError: When called, what ``jdelta.plan`` raises.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jdelta
+        >>> def step(w, x):
+        ...     grad = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.exp(x @ w))))(w)
+        ...     return w - 0.1 * grad
+        >>> step = jdelta.jit(step, budget="64MiB", donate_argnums=0)
+        >>> step(jnp.ones((8, 8)), jnp.ones((4, 8))).shape
+        (8, 8)
+        >>> len(step.plans)
+        1
     """
     return plan(step_fn, budget, **options).jit()
 
@@ -385,7 +481,7 @@ def _plan(
     static: Static,
     solver: Solver,
     host_budget: int | str | None,
-    pin: Mapping[str, Decision | str],
+    pin: Pins,
     per_layer: bool,
 ) -> Plan:
     where = resolve(target, call.args)

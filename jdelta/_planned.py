@@ -11,7 +11,7 @@ from jdelta._budget import format_bytes
 from jdelta._call import Call, call_of, described, difference
 from jdelta._emit import Step, emit
 from jdelta._errors import BudgetError, PlanMismatchError
-from jdelta._measure import measure
+from jdelta._measure import Measurement, measure
 from jdelta._target import resolve
 from jdelta._trace import Trace, trace
 
@@ -70,24 +70,25 @@ def _check_arguments(plan: Plan, call: Call) -> None:
         )
 
 
+def recompiled(plan: Plan, step_fn: Callable[..., Any], args: tuple[Any, ...]) -> Measurement:
+    """What the compiler says today of a step under a plan.
+
+    Args:
+        plan: The plan; one that was loaded will do.
+        step_fn: The step it was made for.
+        args: Arguments of that step, or their shapes.
+
+    Raises:
+        PlanMismatchError: The plan was made for other arguments, or for another program.
+    """
+    call = call_of(step_fn, plan.static, args, {})
+    _check_arguments(plan, call)
+    return _compiled(plan, call, plan.donate_argnums)[1]
+
+
 def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Compiled:
     """Compile a step under a plan and check it against the budget."""
-    target = resolve(plan.target, call.args)
-    call = call.abstract(target)  # as planned
-    found = trace(call.fun, *call.args, grouping=plan.grouping, platform=target.platform)
-    if found.fingerprint != plan.fingerprint:
-        raise PlanMismatchError(_other_program(plan, found))
-    step = Step(
-        call.fun,
-        call.args,
-        call.donated(donate),
-        target,
-        dict(plan.aliases),
-        found.automatic,
-        plan.grouping,
-    )
-    emission = emit(step, plan.policy)
-    program, measurement = measure(emission.lower(), target, emission.options, executable=True)
+    program, measurement = _compiled(plan, call, donate)
     if program is None or measurement.peak > plan.budget:
         raise BudgetError(
             f"Compiled with donate_argnums={donate} the step needs "
@@ -95,6 +96,30 @@ def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Comp
             f"it was planned with donate_argnums={plan.donate_argnums}."
         )
     return program
+
+
+def _compiled(
+    plan: Plan, call: Call, donate: tuple[int, ...]
+) -> tuple[jax.stages.Compiled | None, Measurement]:
+    step, _ = step_of(plan, call, donate)
+    emission = emit(step, plan.policy)
+    return measure(emission.lower(), step.target, emission.options, executable=True)
+
+
+def step_of(plan: Plan, call: Call, donate: tuple[int, ...]) -> tuple[Step, Trace]:
+    """The step of a call, as the plan was made for it, and its plain program.
+
+    Raises:
+        PlanMismatchError: The plan was made for another program.
+    """
+    target = resolve(plan.target, call.args)
+    call = call.abstract(target)
+    found = trace(call.fun, *call.args, grouping=plan.grouping, platform=target.platform)
+    if found.fingerprint != plan.fingerprint:
+        raise PlanMismatchError(_other_program(plan, found))
+    aliases, donated = dict(plan.aliases), call.donated(donate)
+    step = Step(call.fun, call.args, donated, target, aliases, found.automatic, plan.grouping)
+    return step, found
 
 
 def _other_program(plan: Plan, found: Trace) -> str:

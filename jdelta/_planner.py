@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from jdelta._budget import Budget, format_bytes
 from jdelta._decision import Decision
 from jdelta._emit import Emission, Step, emit
 from jdelta._errors import BudgetError, OffloadError
+from jdelta._graph import labels
 from jdelta._host import without_place
 from jdelta._items import Items
 from jdelta._measure import Measurement, measure
@@ -24,6 +26,8 @@ from jdelta._region import Grouping
 from jdelta._solution import Outcome
 from jdelta._solver.base import Solver
 from jdelta._trace import Trace
+
+_LOG = logging.getLogger(__name__)
 
 _known: dict[Any, dict[tuple[Grouping, Policy], tuple[float, int]]] = {}
 """Overhead and compiled peak of each plan compiled so far, by grouping and policy,
@@ -383,7 +387,11 @@ class Search:
     def _compile(self, candidate: Candidate) -> Candidate:
         self.compiles += 1
         emission = candidate.emission
+        what = "the plain step" if candidate.decisions is None else "a plan"
+        predicted = format_bytes(candidate.predicted)
+        _LOG.info("compiling %s (program %d), %s predicted", what, self.compiles, predicted)
         compiled, measurement = measure(emission.lower(), self.step.target, emission.options)
+        _LOG.info("%s takes %s", what, format_bytes(measurement.peak))
         if candidate.decisions is not None and measurement.peak <= OUTLIER * candidate.predicted:
             self._errors[emission.timeline.peak] = measurement.peak - emission.simulated
         candidate = replace(candidate, measurement=measurement, compiled=compiled)
@@ -484,9 +492,9 @@ def _too_small(bound: int, floor: Candidate) -> BudgetError:
 
 def _largest(timeline: Timeline) -> str:
     """What is alive at the simulated peak, for messages."""
+    values, names = timeline.graph.values, labels(timeline.graph)
     rows = [
-        f"{'/'.join((*op.scope, op.primitive))} {value.dtype}{list(value.shape)} "
-        f"{format_bytes(value.bytes)}"
-        for op, value in timeline.largest(4)
+        f"{names[v]} {values[v].dtype}{list(values[v].shape)} {format_bytes(values[v].bytes)}"
+        for v in timeline.alive(timeline.peak_index)[:4]
     ]
     return f"; the largest temporaries then are {', '.join(rows)}" if rows else ""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from jdelta._cost import operation_seconds
 from jdelta._fusion import Compiler, read_narrowly, storage
@@ -41,6 +41,7 @@ class Residual:
         conditional: Whether it is in a branch of a ``cond``; offload does not work there.
         boundary: Whether it enters a region, and so stays in memory unless it is offloaded.
         entering: Name that it has there, where it is a residual of the region it comes from too.
+        given: The user's own ``checkpoint_name`` of the value; empty where it has none.
     """
 
     name: str
@@ -61,11 +62,25 @@ class Residual:
     conditional: bool = False
     boundary: bool = False
     entering: str | None = None
+    given: str = ""
 
 
 def residuals(region: Region, target: Target) -> tuple[Residual, ...]:
     """The residuals of a region, sources before what is computed from them."""
     return _Analysis(region, target).residuals()
+
+
+@dataclass
+class _Chain:
+    """What has to be computed for a value, given the residuals it starts from.
+
+    Attributes:
+        sources: Those residuals.
+        work: Seconds of each operation, by its identity: branches that meet share what is above.
+    """
+
+    sources: set[int] = field(default_factory=set[int])
+    work: dict[int, float] = field(default_factory=dict[int, float])
 
 
 class _Analysis:
@@ -140,15 +155,15 @@ class _Analysis:
     def residuals(self) -> tuple[Residual, ...]:
         roots = storage(self.graph, Compiler(self.target.platform))
         found: dict[int, Residual] = {}
-        below: dict[int, tuple[frozenset[int], float]] = {}  # sources and seconds of the rest
+        below: dict[int, _Chain] = {}
         for op in self.makers:
-            sources, seconds = self._upstream(op, below, found)
-            seconds += op.times * self.batch * self._seconds(op, roots)
+            chain = self._chain(op, below, found)
+            chain.work[id(op)] = op.times * self.batch * self._seconds(op, roots)
             for v in op.outputs:
                 if self._is_item(op, v):
-                    found[v] = self._residual(op, v, sources, seconds, found)
+                    found[v] = self._residual(op, v, chain, found)
                 else:
-                    below[v] = sources, seconds
+                    below[v] = chain
         return self._with_consumers(list(found.values()))
 
     def _seconds(self, op: Operation, roots: Sequence[frozenset[int]]) -> float:
@@ -157,24 +172,18 @@ class _Analysis:
             return sum(self.graph.values[v].bytes for v in op.outputs) / target.rates.host_to_device
         return operation_seconds(self.graph, op, roots, target.rates, target.platform)
 
-    def _upstream(
-        self,
-        op: Operation,
-        below: dict[int, tuple[frozenset[int], float]],
-        found: dict[int, Residual],
-    ) -> tuple[frozenset[int], float]:
-        """Residuals an operation starts from, and seconds of what lies between them and it."""
-        sources: set[int] = set()
-        between: dict[int, float] = {}
-        for v in op.inputs:
-            base = self.base[v]
+    def _chain(
+        self, op: Operation, below: Mapping[int, _Chain], found: Mapping[int, Residual]
+    ) -> _Chain:
+        """Residuals an operation starts from, and what lies between them and it."""
+        chain = _Chain()
+        for base in (self.base[v] for v in op.inputs):
             if base in found:
-                sources.add(base)
+                chain.sources.add(base)
             elif base in below:
-                more, seconds = below[base]
-                sources |= more
-                between[base] = seconds
-        return frozenset(sources), sum(between.values())
+                chain.sources |= below[base].sources
+                chain.work |= below[base].work
+        return chain
 
     def _is_item(self, op: Operation, value: int) -> bool:
         made = self.producers.get(op.inputs[0]) if op.primitive in PARTS else None
@@ -189,8 +198,7 @@ class _Analysis:
         self,
         op: Operation,
         value: int,
-        sources: frozenset[int],
-        seconds: float,
+        chain: _Chain,
         found: dict[int, Residual],
     ) -> Residual:
         what, nest = self.graph.values[value], self.region.nest
@@ -205,14 +213,15 @@ class _Analysis:
             bytes=what.bytes * copies * count,
             producer=op.primitive,
             consumers=(),
-            sources=tuple(found[s].name for s in sorted(sources)),
+            sources=tuple(found[s].name for s in sorted(chain.sources)),
             needed=value in self.needed,
             read_narrowly=value in self.narrow,
-            seconds=seconds * nest.trips,
+            seconds=sum(chain.work.values()) * nest.trips,
             loops=nest.loops + (op.times > 1),
             repeats=nest.repeats,
             spec=what.spec,
             conditional=self.region.conditional or self.names[value].conditional,
+            given=self.names[value].given,
         )
 
     def _plan_name(self, value: int) -> str:
@@ -220,12 +229,8 @@ class _Analysis:
 
     @staticmethod
     def _with_consumers(found: Sequence[Residual]) -> tuple[Residual, ...]:
-        import dataclasses
-
         consumers: dict[str, list[str]] = {}
         for residual in found:
             for source in residual.sources:
                 consumers.setdefault(source, []).append(residual.name)
-        return tuple(
-            dataclasses.replace(r, consumers=tuple(consumers.get(r.name, ()))) for r in found
-        )
+        return tuple(replace(r, consumers=tuple(consumers.get(r.name, ()))) for r in found)

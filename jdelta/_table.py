@@ -15,7 +15,11 @@ from jdelta._residual import Residual
 if TYPE_CHECKING:
     from jdelta._plan import Plan
 
-_NUMBERED = re.compile(r"(?<=_)\d+(?=/|$)|(?<![^/])\d+(?=/|$)")
+NUMBERED = re.compile(r"(?<=_)\d+(?=/|$)|(?<![^/])\d+(?=/|$)")
+"""Numbers of regions that are alike."""
+HEAD = ("residual", "count", "shape", "bytes", "decision", "why")
+"""Titles of the table's columns."""
+
 _SMALL = 0.002
 _ORDER = {Decision.SAVE: 0, Decision.OFFLOAD: 1, Decision.RECOMPUTE: 2}
 
@@ -65,7 +69,7 @@ def rows(residuals: Sequence[Residual], decisions: Mapping[str, Decision]) -> li
     groups: dict[tuple[object, ...], list[Residual]] = {}
     for r in residuals:
         inner = r.name.removeprefix(r.region)
-        key = (_NUMBERED.sub("*", r.region), inner, decisions[r.name], r.shape, r.dtype, r.count)
+        key = (NUMBERED.sub("*", r.region), inner, decisions[r.name], r.shape, r.dtype, r.count)
         groups.setdefault(key, []).append(r)
     made = [
         Row(
@@ -83,29 +87,35 @@ def rows(residuals: Sequence[Residual], decisions: Mapping[str, Decision]) -> li
 
 def format_table(table: Sequence[Row]) -> str:
     """The rows as aligned text; small ones, and those no decision is needed for, in one line."""
+    visible, rest = shown(table)
+    lines = aligned(HEAD, list(map(cells, visible)))
+    return "\n".join([*lines, rest] if rest else lines)
+
+
+def shown(table: Sequence[Row]) -> tuple[list[Row], str]:
+    """The rows that matter, and a line about the others; empty if there are none."""
     total = sum(row.bytes for row in table)
-    shown = [row for row in table if row.bytes >= total * _SMALL and row.matters]
-    lines = _aligned(shown)
-    rest = len(table) - len(shown)
-    if rest:
-        size = format_bytes(sum(row.bytes for row in table) - sum(row.bytes for row in shown))
-        lines.append(f"… and {rest} rows of values that are small or not read ({size})")
-    return "\n".join(lines)
+    visible = [row for row in table if row.bytes >= total * _SMALL and row.matters]
+    size = format_bytes(total - sum(row.bytes for row in visible))
+    count = len(table) - len(visible)
+    rest = f"… and {count} rows of values that are small or not read ({size})" if count else ""
+    return visible, rest
 
 
-def _aligned(table: Sequence[Row]) -> list[str]:
-    head = ("residual", "count", "shape", "bytes", "decision", "why")
-    body = [
-        (
-            row.name,
-            _count(row),
-            f"{row.sample.dtype}[{','.join(map(str, row.sample.shape))}]",
-            format_bytes(row.bytes),
-            row.decision.value,
-            row.why,
-        )
-        for row in table
-    ]
+def cells(row: Row) -> tuple[str, ...]:
+    """A row of the table, under `HEAD`."""
+    return (
+        row.name,
+        _count(row),
+        f"{row.sample.dtype}[{','.join(map(str, row.sample.shape))}]",
+        format_bytes(row.bytes),
+        row.decision.value,
+        row.why,
+    )
+
+
+def aligned(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, its columns as wide as they have to be."""
     widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -121,7 +131,12 @@ def _count(row: Row) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """The figures of the whole step."""
+    """The figures of the whole step, one a line."""
+    return "\n".join(f"{label:<14}{text}" for label, text in summary_lines(plan).items())
+
+
+def summary_lines(plan: Plan) -> dict[str, str]:
+    """The figures of the whole step by what they are."""
     lines = {
         "target": plan.target,
         "budget": format_bytes(plan.budget),
@@ -135,7 +150,7 @@ def summary(plan: Plan) -> str:
         f"{100 * plan.overhead / (plan.step_seconds or 1):.1f} %)",
         "result": plan.result,
     }
-    return "\n".join(f"{label:<14}{text}" for label, text in lines.items() if text)
+    return {label: text for label, text in lines.items() if text}
 
 
 def _bound(plan: Plan, label: str, field: str) -> str:

@@ -153,14 +153,44 @@ def resolve(target: str | None = None, args: object = ()) -> Target:
     """
     if target is None:
         return _attached(_devices_of(args) or (jax.local_devices()[0],))
-    platform, _, chip = target.partition(":")
-    if not chip and platform in (*CHIPS, "cpu"):
+    if target in (*CHIPS, "cpu"):
         here = jax.process_index()
-        return _attached(tuple(d for d in _all_devices(platform) if d.process_index == here))
-    chip, _, topology = chip.partition(":")
+        return _attached(tuple(d for d in _all_devices(target) if d.process_index == here))
+    platform, chip, topology = _parts(target)
+    devices = topology_devices(platform, chip, topology)
+    return _ahead_of_time(platform, chip, topology, devices)
+
+
+def published(target: str) -> Target:
+    """A target that nothing will be compiled for: its rates and sizes, without its compiler.
+
+    Args:
+        target: As for ``resolve``; devices of this machine have to be there.
+
+    Raises:
+        TargetError: No such target, or no such device here.
+    """
+    if target in (*CHIPS, "cpu"):
+        return resolve(target)
+    return _ahead_of_time(*_parts(target), devices=())
+
+
+def names() -> tuple[str, ...]:
+    """The targets that can be planned for ahead of time, each with its smallest topology."""
+    return tuple(
+        f"{platform}:{chip}:{chips[chip].topology}"
+        for platform, chips in CHIPS.items()
+        for chip in chips
+    )
+
+
+def _parts(target: str) -> tuple[str, str, str]:
+    """Platform, chip and topology of a target's name."""
+    platform, _, rest = target.partition(":")
+    chip, _, topology = rest.partition(":")
     if chip not in CHIPS.get(platform, {}):
         raise TargetError(f"unknown target {target!r}; there are {_known()}")
-    return _ahead_of_time(platform, chip, topology or CHIPS[platform][chip].topology)
+    return platform, chip, topology or CHIPS[platform][chip].topology
 
 
 def _known() -> str:
@@ -264,7 +294,9 @@ def _offload_refusal(platform: str) -> str | None:
     return None
 
 
-def _ahead_of_time(platform: str, chip_name: str, topology: str) -> Target:
+def _ahead_of_time(
+    platform: str, chip_name: str, topology: str, devices: tuple[Device, ...]
+) -> Target:
     """The target made of devices that only the compiler of ``platform`` knows."""
     chip = CHIPS[platform][chip_name]
     name = f"{platform}:{chip_name}:{topology}"
@@ -277,7 +309,7 @@ def _ahead_of_time(platform: str, chip_name: str, topology: str) -> Target:
         rates=chip.rates,
         offload_refusal=_offload_refusal(platform),
         ahead_of_time=True,
-        _devices=topology_devices(platform, chip_name, topology),
+        _devices=devices,
     )
 
 

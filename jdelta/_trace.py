@@ -89,8 +89,10 @@ class Trace:
         """Names in plans of the regions of which some inexact argument is not differentiated."""
         return frozenset(region.name for region in self.regions if region.partly)
 
-    def plan_name(self, name: RegionName) -> str:
-        """The name in plans of a value."""
+    def plan_name(self, name: str) -> str:
+        """The name in plans of a value; that of a value in no region as it is."""
+        if not isinstance(name, RegionName):
+            return name
         return self.aliases[name.region] + name.removeprefix(name.region)
 
 

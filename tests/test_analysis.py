@@ -264,3 +264,28 @@ def test_equal_layers_share_a_row():
 )
 def test_format_seconds(given, text):
     assert format_seconds(given) == text
+
+
+def test_branches_that_meet_again_are_priced_once():
+    """Nothing inside a rule has a name but what it ends with: the rest is one chain."""
+
+    def priced(rounds):
+        @jax.custom_jvp
+        def f(x):
+            return jnp.exp(x)
+
+        @f.defjvp
+        def rule(primals, tangents):
+            y = jnp.sin(primals[0])
+            for _ in range(rounds):
+                y = y * y - y
+            return f(primals[0]), jnp.tanh(y) * tangents[0]
+
+        unit = jdelta.remat(lambda w, x: f(x @ w))
+        shape = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+        found = trace(jax.grad(lambda w, x: jnp.sum(unit(w, x))), shape, shape)
+        (region,) = found.regions
+        return next(r.seconds for r in residuals(region, resolve("cpu")) if r.producer == "tanh")
+
+    one, ten = priced(1), priced(11)
+    assert one < ten < 11 * one

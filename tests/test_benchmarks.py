@@ -28,6 +28,7 @@ from benchmarks import (
     unmarked,
 )
 from benchmarks.xla import dropout
+from jdelta import _largest
 
 SCRIPTS = [
     *(budgets, device, dropout, hand_policies, max_batch, offload, savings, simulation, unmarked)
@@ -222,22 +223,8 @@ def test_every_step_gets_its_savings_and_deltas_also_the_papers():
     assert len(list(savings.jobs("tiny", "cpu", ["total"]))) == 4
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 3, 5, 8, 31, 100, 1000])
-def test_the_largest_batch_is_bracketed(most):
-    tried = []
-
-    def fits(batch):
-        tried.append(batch)
-        return batch <= most
-
-    found = max_batch.largest(fits)
-    assert most - most // max_batch.RESOLUTION <= found <= most
-    assert len(set(tried)) == len(tried)
-    assert max_batch.largest(fits, low=most) == most
-
-
 def test_largest_batch_by_every_method(monkeypatch):
-    monkeypatch.setattr(max_batch, "RESOLUTION", 1)  # double only
+    monkeypatch.setattr(_largest, "RESOLUTION", 1)  # double only
     jobs = [{**STEP, "method": method, "memory": "8MiB"} for method in max_batch.METHODS]
     rows = [{**job, **max_batch.row(**job)} for job in jobs]
     batch = {r["method"]: r["batch"] for r in rows}

@@ -1,0 +1,90 @@
+"""What a command line names: functions of the user's modules, pins, shares."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jdelta._errors import PlanMismatchError
+from jdelta._plan import Plan, load
+
+
+def function(text: str) -> Callable[..., Any]:
+    """The function that ``module:name`` stands for; modules of the current directory count.
+
+    Raises:
+        argparse.ArgumentTypeError: There is no such module or name, or it is no function. What the
+            module itself raises is not caught.
+    """
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise argparse.ArgumentTypeError(f"expected module:function, got {text!r}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+            raise
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no module {error.name!r}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise argparse.ArgumentTypeError(f"{text!r}: {module} has no {name!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is a {type(found).__name__}, not a function")
+    return found
+
+
+def plan_file(path: str) -> Plan:
+    """The plan in a file.
+
+    Raises:
+        argparse.ArgumentTypeError: There is none.
+    """
+    try:
+        return load(path)
+    except (OSError, PlanMismatchError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def arguments(make: Callable[..., Any], *given: Any) -> tuple[Any, ...]:
+    """The arguments of a step, as the user's function makes them: a tuple, or the only one."""
+    made = make(*given)
+    return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+
+
+def pin(text: str) -> tuple[str, str]:
+    """``PATTERN=DECISION`` as a pair.
+
+    Raises:
+        argparse.ArgumentTypeError: There is no ``=``.
+    """
+    pattern, found, decision = text.rpartition("=")
+    if not found:
+        raise argparse.ArgumentTypeError(f"expected PATTERN=DECISION, got {text!r}")
+    return pattern, decision
+
+
+def share(text: str) -> float:
+    """``10%`` or ``0.1``.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no number.
+    """
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a share such as 10%, got {text!r}") from None
+
+
+def budget(text: str) -> int | float | str:
+    """A budget: a whole number is bytes, a fraction up to one a share, anything else a size."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return number if number <= 1 and "." in text else int(number)

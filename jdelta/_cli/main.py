@@ -1,0 +1,61 @@
+"""Reads the command line, runs the command, says how it went."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jdelta._errors import BudgetError, JdeltaError
+
+if TYPE_CHECKING:
+    from jdelta._cli.commands import Command
+
+_DESCRIPTION = "Plan a JAX training step to a memory budget, and look at plans."
+_EPILOG = """\
+exit status: 0 done; 1 `check` or `diff` found a difference; 2 the command line is wrong;
+3 nothing fits the budget; 4 any other error, said on standard error."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: The words after the program's name; default: those that it was called with.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        from jdelta._cli import commands, output
+    except ModuleNotFoundError as error:
+        print(f"error: the command line needs {error.name}: pip install 'jdelta[cli]'")
+        return 4
+    given = _parser(commands.COMMANDS).parse_args(argv)
+    try:
+        with output.progress():
+            answer = given.run(given)
+    except BudgetError as error:
+        output.failed(str(error))
+        return 3
+    except (JdeltaError, ValueError, OSError) as error:
+        output.failed(str(error))
+        return 4
+    output.show(answer, as_json=given.json)
+    return answer.code
+
+
+def _parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jdelta",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    added = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in commands:
+        own = added.add_parser(command.name, help=command.help, description=command.help)
+        own.add_argument("--json", action="store_true", help="print JSON")
+        command.options(own)
+        own.set_defaults(run=command.run)
+    return parser

@@ -1,0 +1,128 @@
+"""What commands print: tables in colour on a terminal, plain text in a pipe, JSON if asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from jdelta._decision import Decision
+from jdelta._table import aligned
+
+COLOURS = {Decision.SAVE: "green", Decision.OFFLOAD: "blue", Decision.RECOMPUTE: "yellow"}
+"""Of decisions; chosen to be told apart on dark and on light terminals."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A table with a title above and remarks below it.
+
+    Attributes:
+        head: Titles of the columns; none for a block of remarks only.
+        body: The cells, row by row.
+        title: A line above.
+        notes: Lines below.
+    """
+
+    head: Sequence[str] = ()
+    body: Sequence[Sequence[str]] = ()
+    title: str = ""
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command says.
+
+    Attributes:
+        record: For programs.
+        blocks: For people.
+        code: Exit status.
+    """
+
+    record: Any
+    blocks: Sequence[Block] = ()
+    code: int = 0
+
+
+def show(answer: Answer, *, as_json: bool) -> None:
+    """Print an answer to standard output."""
+    if as_json:
+        print(json.dumps(answer.record, indent=1))
+        return
+    console = Console()
+    for number, block in enumerate(answer.blocks):
+        if number:
+            console.print()
+        (_coloured if console.is_terminal else _plain)(console, block)
+
+
+def _plain(console: Console, block: Block) -> None:
+    lines = [block.title] if block.title else []
+    lines += aligned(block.head, block.body) if block.head else []
+    print("\n".join([*lines, *block.notes]))
+
+
+def _coloured(console: Console, block: Block) -> None:
+    if block.title:
+        console.print(Text(block.title, "bold"))
+    if block.head:
+        table = Table(box=None, header_style="dim", pad_edge=False)
+        for number, name in enumerate(block.head):
+            table.add_column(name, overflow="fold", ratio=2 if number == 0 else None)
+        for row in block.body:
+            table.add_row(*map(_cell, row))
+        console.print(table)
+    for note in block.notes:
+        console.print(Text(note))
+
+
+def _cell(text: str) -> Text:
+    styles = {decision.value: colour for decision, colour in COLOURS.items()}
+    return Text(text, styles.get(text, ""))
+
+
+@contextmanager
+def progress() -> Generator[None]:
+    """Show on standard error what jdelta is doing, as its log tells; nothing in a pipe."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    logger = logging.getLogger("jdelta")
+    before = logger.level
+    with console.status("starting") as status:
+        handler = _ToStatus(status)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(before)
+
+
+class _ToStatus(logging.Handler):
+    """Writes each message over the one before."""
+
+    def __init__(self, status: Status):
+        super().__init__()
+        self._status = status
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._status.update(Text(self.format(record)))
+
+
+def failed(message: str) -> None:
+    """Print an error to standard error."""
+    Console(stderr=True, soft_wrap=True).print(Text("error: ", "bold red") + Text(message))
+    sys.stderr.flush()

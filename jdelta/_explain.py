@@ -1,0 +1,201 @@
+"""Why a plan does with a value what it does, and what would change that."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from jdelta._budget import format_bytes
+from jdelta._decision import Decision
+from jdelta._errors import PlanMismatchError
+from jdelta._items import Items, items_of, offload_refusal
+from jdelta._residual import Residual
+from jdelta._solver import Knapsack
+from jdelta._table import Row, format_seconds, rows
+from jdelta._target import Target, published
+
+if TYPE_CHECKING:
+    from jdelta._plan import Plan
+
+_BISECTIONS = 12
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is known of a residual and of the decision for it.
+
+    Attributes:
+        name: Its name; ``*`` stands for the number of alike regions.
+        decision: What the plan does with it.
+        shape: Shape of one instance.
+        dtype: Its dtype.
+        instances: How many there are at once, all alike regions together.
+        bytes: Bytes of all of them on one device.
+        lifespan: Predicted seconds from the end of the forward work on one of them to its use in
+            the backward pass, in the plain step.
+        recompute: Predicted seconds to compute all of them again, the chain included.
+        chain: What has to be computed again before it, as the plan decides about the others.
+        transfers: Predicted seconds of their transfers, out and in, on the link; None where they
+            may not be offloaded.
+        refusal: Why they may not be offloaded; empty where they may.
+        hidden: Share of all transfers that the compiled schedule hides; None where the plan
+            transfers nothing.
+        turning: Device bytes for residuals at which the decision becomes another one, less those
+            that the plan keeps now; None where no amount does that.
+    """
+
+    name: str
+    decision: Decision
+    shape: tuple[int, ...]
+    dtype: str
+    instances: int
+    bytes: int
+    lifespan: float
+    recompute: float
+    chain: tuple[str, ...]
+    transfers: tuple[float, float] | None
+    refusal: str
+    hidden: float | None
+    turning: int | None
+
+    def __str__(self) -> str:
+        """The explanation in sentences."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        shape = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        times = f" × {self.instances}" if self.instances > 1 else ""
+        yield f"{self.name}: {self.decision.value}"
+        yield f"  {shape}{times}, {format_bytes(self.bytes)} per device"
+        yield f"  alive for {format_seconds(self.lifespan)} if kept (predicted)"
+        after = f", after {', '.join(self.chain[:4])}" if self.chain else ""
+        more = f" and {len(self.chain) - 4} more" if len(self.chain) > 4 else ""
+        yield f"  recompute: {format_seconds(self.recompute)}{after}{more}"
+        yield f"  offload: {self._offload()}"
+        yield f"  {self._turning()}"
+
+    def _offload(self) -> str:
+        if self.transfers is None:
+            return self.refusal
+        out, into = map(format_seconds, self.transfers)
+        hidden = "" if self.hidden is None else f"; the schedule hides {self.hidden:.0%} of all"
+        return f"{out} out, {into} in{hidden}"
+
+    def _turning(self) -> str:
+        if self.turning is None:
+            return "No amount of memory for residuals changes this decision."
+        way = "more" if self.turning > 0 else "less"
+        return f"About {format_bytes(abs(self.turning))} {way} for residuals would change this."
+
+
+def explain(plan: Plan, name: str) -> tuple[Explanation, ...]:
+    """What is known of residuals, and why the plan does with them what it does.
+
+    Args:
+        plan: The plan; one that was loaded will do, and no compiler is needed.
+        name: The name of a residual, or a pattern such as ``"h/mlp/*"``; names with ``*`` that
+            the plan's table prints are such patterns.
+
+    Returns:
+        One explanation for residuals that are alike, in the order of the plan's table.
+
+    Raises:
+        PlanMismatchError: No residual has such a name.
+        TargetError: The plan is for a device of the machine it was made on, not of this one.
+    """
+    fitting = [r for r in plan.residuals if r.name == name or fnmatch.fnmatchcase(r.name, name)]
+    if not fitting:
+        known = ", ".join(r.name for r in plan.residuals[:8])
+        raise PlanMismatchError(
+            f"The plan has no residual called {name!r}. It has {known}… (print it to see all)"
+        )
+    where = _Explaining(plan, published(plan.target))
+    return tuple(map(where.row, rows(fitting, plan.decisions)))
+
+
+class _Explaining:
+    """What all explanations of a plan share."""
+
+    def __init__(self, plan: Plan, target: Target):
+        self.plan = plan
+        self.target = target
+        self.items: Items = items_of(plan.residuals, target, float("inf"), {})
+        self.decisions: Mapping[str, Decision] = plan.decisions
+        self.by_name = {r.name: r for r in plan.residuals}
+        self.solved: dict[float, Mapping[str, Decision]] = {}
+
+    def row(self, row: Row) -> Explanation:
+        r = row.sample
+        chain = self._chain(r)
+        refusal = offload_refusal(r, self.target) or ""
+        rates = self.target.rates
+        moved = row.bytes * r.repeats
+        seconds = moved / rates.device_to_host, moved / rates.host_to_device
+        overlap = self.plan.overlap
+        return Explanation(
+            name=row.name,
+            decision=row.decision,
+            shape=r.shape,
+            dtype=r.dtype,
+            instances=r.count * row.regions,
+            bytes=row.bytes,
+            lifespan=self._lifespan(r),
+            recompute=row.regions * (r.seconds + sum(c.seconds for c in chain)),
+            chain=tuple(c.name for c in chain),
+            transfers=None if refusal else seconds,
+            refusal=refusal,
+            hidden=overlap.hidden if overlap.transfers else None,
+            turning=self._turning(r),
+        )
+
+    def _chain(self, r: Residual) -> list[Residual]:
+        """What the plan drops of what the residual is computed from, first things first."""
+        found: dict[str, Residual] = {}
+        todo = list(r.sources)
+        while todo:
+            name = todo.pop()
+            if name not in found and self.decisions[name] is Decision.RECOMPUTE:
+                found[name] = self.by_name[name]
+                todo += found[name].sources
+        return [source for source in self.plan.residuals if source.name in found]
+
+    def _lifespan(self, r: Residual) -> float:
+        """Forward and backward work on what comes after it; a backward pass takes twice as long.
+
+        Of an iteration of a loop it is the mean: half of them come later.
+        """
+        order = [other.name for other in self.plan.residuals]
+        later = self.plan.residuals[order.index(r.name) + 1 :]
+        after = sum(o.seconds for o in later if o.region != r.region)
+        return 3 * (after + sum(o.seconds for o in later if o.region == r.region) / 2)
+
+    def _kept(self) -> float:
+        items = self.items.problem.items
+        return sum(i.bytes for i in items if self.decisions[i.name] is Decision.SAVE)
+
+    def _turning(self, r: Residual) -> int | None:
+        """By how much more (or less) memory for residuals the decision would be another one.
+
+        Solvers are no monotone functions of the capacity, so this is where one step of many was
+        found, not the first.
+        """
+        is_item = any(item.name == r.name for item in self.items.problem.items)
+        if not is_item or not (r.needed or self.decisions[r.name] is not Decision.RECOMPUTE):
+            return None
+        saved, now = self.decisions[r.name] is Decision.SAVE, self._kept()
+        same, other = now, 0.0 if saved else sum(i.bytes for i in self.items.problem.items)
+        if self._is_saved(r.name, other) == saved or self._is_saved(r.name, same) != saved:
+            return None
+        for _ in range(_BISECTIONS):
+            middle = (same + other) / 2
+            is_same = self._is_saved(r.name, middle) == saved
+            same, other = (middle, other) if is_same else (same, middle)
+        return round(other - now)
+
+    def _is_saved(self, name: str, capacity: float) -> bool:
+        if capacity not in self.solved:
+            problem = replace(self.items.problem, capacity=capacity)
+            self.solved[capacity] = self.items.decisions(Knapsack().solve(problem).decisions)
+        return self.solved[capacity][name] is Decision.SAVE

@@ -1,0 +1,175 @@
+"""A plan in the words of other libraries: names of values to save and to offload.
+
+They decide by ``checkpoint_name``, one decision for all layers, so a plan can be said in their
+words as far as its values have names of the user's own, decided alike in all regions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jdelta._budget import format_bytes
+from jdelta._decision import Decision
+from jdelta._errors import PlanMismatchError
+from jdelta._residual import Residual
+from jdelta._table import rows
+
+if TYPE_CHECKING:
+    from jdelta._plan import Plan
+
+_MAXTEXT = (
+    "context query_proj key_proj value_proj qkv_proj out_proj mlpwi mlpwi_0 mlpwi_1 mlpwo"
+).split()
+"""Names that MaxText's ``remat_policy: custom`` has a setting for, beside its layers' input."""
+
+
+@dataclass(frozen=True)
+class _Names:
+    """A plan by the user's own names.
+
+    Attributes:
+        decisions: From each name to its decision.
+        unnamed: Residuals without such a name that the plan keeps.
+        entering: What becomes of what enters the units.
+    """
+
+    decisions: Mapping[str, Decision]
+    unnamed: Sequence[Residual]
+    entering: Decision
+
+    def of(self, decision: Decision) -> list[str]:
+        return sorted(name for name, d in self.decisions.items() if d is decision)
+
+
+def export(plan: Plan, form: str) -> str:
+    """Write a plan in the words of another library.
+
+    Args:
+        plan: The plan.
+        form: ``"jax"`` (a call of ``jax.checkpoint_policies``), ``"maxtext"`` (YAML settings of
+            ``remat_policy: custom``), ``"levanter"`` (YAML of ``gradient_checkpointing``) or
+            ``"axlearn"`` (a ``RematSpec``).
+
+    Returns:
+        Text. What the plan keeps but has no name of the user's own is listed in comments: there it
+        will be computed again.
+
+    Raises:
+        ValueError: No such form.
+        PlanMismatchError: The plan decides differently about values of one name, keeps nothing
+            that has a name, or has names that the form does not know.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {sorted(FORMS)}; got {form!r}")
+    names = _names(plan)
+    if not names.decisions and names.unnamed:
+        raise PlanMismatchError(
+            "Nothing that the plan keeps has a name: mark values of the model with "
+            "jax.ad_checkpoint.checkpoint_name and plan again."
+        )
+    return "\n".join([*_comments(names), FORMS[form](names)])
+
+
+def _names(plan: Plan) -> _Names:
+    decisions: dict[str, Decision] = {}
+    for r in plan.residuals:
+        given, decision = r.given, plan.decisions[r.name]
+        if given and decisions.setdefault(given, decision) is not decision:
+            raise PlanMismatchError(
+                f"The plan decides differently about values called {given!r}: "
+                f"{decisions[given].value} and {decision.value}. Others decide once for all "
+                f"layers: pin them (pin={{'*/{given}*': ...}}) and plan again."
+            )
+    unnamed = [
+        r
+        for r in plan.residuals
+        if not (r.given or r.boundary) and plan.decisions[r.name] is not Decision.RECOMPUTE
+    ]
+    entering = {plan.decisions[r.name] for r in plan.residuals if r.boundary}
+    return _Names(decisions, unnamed, min(entering, key=list(Decision).index, default=_SAVE))
+
+
+_SAVE, _OFFLOAD, _RECOMPUTE = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
+
+
+def _comments(names: _Names) -> list[str]:
+    if not names.unnamed:
+        return []
+    size = format_bytes(sum(r.bytes for r in names.unnamed))
+    saved = dict.fromkeys((r.name for r in names.unnamed), _SAVE)
+    return [
+        f"# Kept by the plan, but without a name of its own, so computed again here ({size}):",
+        *(f"#   {row.name} ({format_bytes(row.bytes)})" for row in rows(names.unnamed, saved)),
+    ]
+
+
+def _jax(names: _Names) -> str:
+    return (
+        "jax.checkpoint_policies.save_and_offload_only_these_names(\n"
+        f"    names_which_can_be_saved={names.of(_SAVE)},\n"
+        f"    names_which_can_be_offloaded={names.of(_OFFLOAD)},\n"
+        '    offload_src="device",\n'
+        '    offload_dst="pinned_host",\n'
+        ")"
+    )
+
+
+def _maxtext(names: _Names) -> str:
+    known = {*_MAXTEXT, "decoder_layer_input"}
+    other = [n for d in (_SAVE, _OFFLOAD) for n in names.of(d) if n not in known]
+    if other:
+        raise PlanMismatchError(
+            f"MaxText has no setting for {', '.join(other)}; it knows {', '.join(sorted(known))}."
+        )
+    words = {_SAVE: "device", _OFFLOAD: "offload", _RECOMPUTE: "remat"}
+    layer = names.decisions.get("decoder_layer_input", names.entering)
+    said = {"decoder_layer_input": layer, **dict.fromkeys(_MAXTEXT, _RECOMPUTE), **names.decisions}
+    settings = (f"{name}: '{words[d]}'" for name, d in said.items())
+    return "\n".join(["remat_policy: custom", *settings])
+
+
+def _levanter(names: _Names) -> str:
+    carries = '"offload"' if names.entering is _OFFLOAD else "true"
+    return "\n".join(
+        [
+            "gradient_checkpointing:",
+            f"  save_carries: {carries}",
+            "  save_inputs: false",
+            f"  save_block_internals: {_yaml(names.of(_SAVE))}",
+            f"  offload_block_internals: {_yaml(names.of(_OFFLOAD))}",
+        ]
+    )
+
+
+def _yaml(names: Sequence[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"
+
+
+def _axlearn(names: _Names) -> str:
+    return (
+        "RematSpec(\n"
+        "    prevent_cse=False,\n"
+        "    policy=config_for_function(save_and_offload_only_these_names_regex).set(\n"
+        f"        names_which_can_be_saved={_pattern(names.of(_SAVE))},\n"
+        f"        names_which_can_be_offloaded={_pattern(names.of(_OFFLOAD))},\n"
+        '        offload_src="device",\n'
+        '        offload_dst="pinned_host",\n'
+        "    ),\n"
+        ")"
+    )
+
+
+def _pattern(names: Sequence[str]) -> str:
+    return repr("|".join(map(re.escape, names))) if names else "None"
+
+
+FORMS: Mapping[str, Callable[[_Names], str]] = {
+    "jax": _jax,
+    "maxtext": _maxtext,
+    "levanter": _levanter,
+    "axlearn": _axlearn,
+}
+"""From the name of each form to what writes it."""

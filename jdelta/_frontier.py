@@ -1,0 +1,73 @@
+"""What memory costs: plans of one step over many budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jdelta._errors import BudgetError
+from jdelta._plan import Plan, plan
+
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Plans from the largest budget to the floor.
+
+    Attributes:
+        plans: One for each budget that can be met, the largest first.
+        floor: Least compiled peak, bytes per device; None if no budget was below it.
+    """
+
+    plans: tuple[Plan, ...]
+    floor: int | None
+
+    @property
+    def points(self) -> tuple[tuple[int, float], ...]:
+        """Compiled peak in bytes, and overhead as a part of the plain step, of each plan."""
+        return tuple((p.compiled_peak, p.overhead / (p.step_seconds or 1.0)) for p in self.plans)
+
+
+def frontier(
+    step_fn: Callable[..., Any],
+    *args: Any,
+    budgets: Sequence[int | float | str] = SHARES,
+    **options: Any,
+) -> Frontier:
+    """Plan a step to several budgets, down to its floor.
+
+    Args:
+        step_fn: As in ``jdelta.plan``.
+        *args: Arguments of the step, or their shapes.
+        budgets: What to plan to, as in ``jdelta.plan``, largest first; those behind the first that
+            is below the floor are not tried.
+        **options: Other arguments of ``jdelta.plan``, such as ``target``.
+
+    Raises:
+        JdeltaError: What ``jdelta.plan`` raises, but that a budget is below the floor.
+    """
+    plans: list[Plan] = []
+    for made in each(step_fn, *args, budgets=budgets, **options):
+        if isinstance(made, int):
+            return Frontier(tuple(plans), made)
+        plans.append(made)
+    return Frontier(tuple(plans), None)
+
+
+def each(
+    step_fn: Callable[..., Any],
+    *args: Any,
+    budgets: Sequence[int | float | str],
+    **options: Any,
+) -> Iterator[Plan | int]:
+    """The plans one after the other as they are made; the floor where a budget is below it."""
+    for budget in budgets:
+        try:
+            yield plan(step_fn, budget, *args, **options)
+        except BudgetError as error:
+            if error.floor is None:
+                raise
+            yield error.floor
+            return

@@ -1,0 +1,196 @@
+"""Why a step runs out of memory, and what would bring it under."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jdelta._budget import format_bytes
+from jdelta._call import call_of
+from jdelta._emit import Step, fixed_bytes, local_bytes
+from jdelta._errors import BudgetError
+from jdelta._fusion import Compiler
+from jdelta._graph import labels
+from jdelta._peak import Timeline, timeline
+from jdelta._plan import Plan, plan
+from jdelta._table import NUMBERED, aligned, format_seconds
+from jdelta._target import resolve
+from jdelta._trace import Trace, trace
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Buffers alive at the peak that are alike.
+
+    Attributes:
+        what: "argument" or "temporary".
+        name: Path in the arguments; name of the residual, or what makes the temporary, ``*`` for
+            the number of alike units.
+        shape: Dtype and shape of each; "arrays" for arguments.
+        count: How many there are.
+        bytes: Bytes of all of them on one device.
+    """
+
+    what: str
+    name: str
+    shape: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """What a step needs, what needs it, and what can be done.
+
+    Attributes:
+        target: Name of the target.
+        memory: Bytes per device that a program can use there.
+        needed: Predicted peak of the plain step, bytes per device.
+        alive: What is alive at its peak, largest first.
+        plan: A plan within the memory; None where there is none.
+        floor: Least peak that planning reaches, bytes per device; None where it was not needed.
+        remedies: What would bring the step under, in words.
+    """
+
+    target: str
+    memory: int
+    needed: int
+    alive: tuple[Alive, ...]
+    plan: Plan | None
+    floor: int | None
+    remedies: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The report as text."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        verdict = "does not fit" if self.needed > self.memory else "fits"
+        yield (
+            f"The plain step needs {format_bytes(self.needed)} per device (predicted) and "
+            f"{verdict}: {self.target} has {format_bytes(self.memory)}."
+        )
+        yield ""
+        head = ("at the peak", "what", "count", "shape", "bytes")
+        shown = self.alive[:_SHOWN]
+        body = [(a.name, a.what, str(a.count), a.shape, format_bytes(a.bytes)) for a in shown]
+        yield from aligned(head, body)
+        yield ""
+        yield from (f"- {remedy}" for remedy in self.remedies)
+
+
+def explain_oom(
+    step_fn: Callable[..., Any],
+    *args: Any,
+    target: str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    **options: Any,
+) -> OutOfMemory:
+    """Say what is alive at the peak of a step, and what would make it fit.
+
+    The step is planned to the target's memory (less 5 %); it is compiled, but not run.
+
+    Args:
+        step_fn: As in ``jdelta.plan``.
+        *args: Arguments of the step, or their shapes.
+        target: As in ``jdelta.plan``.
+        donate_argnums: As in ``jax.jit``.
+        **options: Other arguments of ``jdelta.plan``.
+
+    Raises:
+        JdeltaError: What ``jdelta.plan`` raises, but that no plan fits the memory.
+    """
+    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    where = resolve(target, args)
+    call = call_of(step_fn, (), args, {}).abstract(where)
+    step = Step(call.fun, call.args, call.donated(donate), where, {})
+    found = trace(call.fun, *call.args, platform=where.platform)
+    line = timeline(found.graph, Compiler(where.platform))
+    needed = line.peak + fixed_bytes(found.graph, step)
+    made, floor = None, None
+    try:
+        made = plan(step_fn, None, *args, target=target, donate_argnums=donate, **options)
+    except BudgetError as error:
+        if error.floor is None:
+            raise
+        floor = error.floor
+    alive = [*_arguments(call.args), *_temporaries(line, found)]
+    return OutOfMemory(
+        target=where.name,
+        memory=where.memory,
+        needed=needed,
+        alive=tuple(sorted(alive, key=lambda a: -a.bytes)),
+        plan=made,
+        floor=floor,
+        remedies=tuple(_remedies(step, needed, made, floor)),
+    )
+
+
+def _arguments(args: Any) -> list[Alive]:
+    """Arguments, each by its own parts: ``args[0].params``."""
+    count: Counter[str] = Counter()
+    size: Counter[str] = Counter()
+    for path, leaf in jax.tree.leaves_with_path(args):
+        name = f"args{jax.tree_util.keystr(path[:2])}"
+        count[name] += 1
+        size[name] += local_bytes(leaf)
+    return [Alive("argument", name, "arrays", count[name], size[name]) for name in count]
+
+
+def _temporaries(line: Timeline, found: Trace) -> list[Alive]:
+    """Buffers alive at the simulated peak, those that are made alike together."""
+    values, names = line.graph.values, labels(line.graph, found.plan_name)
+    alive = line.alive(line.peak_index)
+    count = Counter((_alike(names[v]), values[v]) for v in alive)
+    return [
+        Alive("temporary", name, f"{v.dtype}[{','.join(map(str, v.shape))}]", n, n * v.bytes)
+        for (name, v), n in count.items()
+    ]
+
+
+def _alike(name: str) -> str:
+    """A name without the numbers of what it is in."""
+    where, slash, last = name.rpartition("/")
+    return NUMBERED.sub("*", where) + slash + last
+
+
+def _remedies(step: Step, needed: int, made: Plan | None, floor: int | None) -> Iterator[str]:
+    target = step.target
+    if needed <= target.memory:
+        yield "By this prediction the plain step fits: nothing has to be done."
+    if not step.donate and (same := _donatable(step)):
+        yield (
+            f"Donate what the step returns anew (donate_argnums): up to {format_bytes(same)} less."
+        )
+    if made is not None and made.policy is not None:
+        share = made.overhead / (made.step_seconds or 1.0)
+        yield (
+            f"jdelta.jit(step_fn, budget={made.budget}) fits with a compiled peak of "
+            f"{format_bytes(made.compiled_peak)}, for {format_seconds(made.overhead)} more a step "
+            f"({share:.1%}, predicted)."
+        )
+    if floor is not None:
+        yield (
+            f"No plan fits: with everything recomputed the step still needs {format_bytes(floor)}. "
+            f"Make the batch smaller, or spread the step over {math.ceil(floor / target.memory)} "
+            "or more devices (what is alike on each of them is not divided)."
+        )
+
+
+def _donatable(step: Step) -> int:
+    """Bytes of results that have the shape of an argument."""
+    given = Counter(map(_kind, jax.tree.leaves(step.args)))
+    leaves: list[Any] = jax.tree.leaves(jax.eval_shape(step.fun, *step.args))
+    taken = given & Counter(map(_kind, leaves))
+    return sum(n * math.prod(shape) * dtype.itemsize for (shape, dtype), n in taken.items())
+
+
+def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    return tuple(leaf.shape), leaf.dtype

@@ -1,0 +1,73 @@
+"""Fills the page's data in."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from jdelta._overlap import Span
+from jdelta._picture import Grid, Moment, Picture
+from jdelta._table import HEAD, cells, rows, summary_lines
+
+if TYPE_CHECKING:
+    from jdelta._plan import Plan
+
+
+def page(plan: Plan, picture: Picture | None, others: Mapping[str, Plan]) -> str:
+    """The page's HTML.
+
+    Args:
+        plan: The plan it is about.
+        picture: What its pictures of the step show; None leaves them out.
+        others: Further plans to compare it with, by what to call them.
+    """
+    record = {
+        "figures": list(summary_lines(plan).items()),
+        "budget": plan.budget,
+        "memory": _memory(picture) if picture else None,
+        "grid": _grid(picture.grid) if picture else None,
+        "lanes": _lanes(picture.lanes) if picture else [],
+        "plans": [_point(name, p) for name, p in {"this plan": plan, **others}.items()],
+        "head": HEAD,
+        "rows": [cells(row) for row in rows(plan.residuals, plan.decisions) if row.matters],
+    }
+    template = resources.files("jdelta._report").joinpath("page.html").read_text("utf-8")
+    data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
+    return template.replace("{title}", html.escape(f"jdelta: {plan.target}")).replace(
+        '"{data}"', data
+    )
+
+
+def _memory(picture: Picture) -> dict[str, Any]:
+    """Both timelines, the names of buffers and operations by number: most occur often."""
+    numbers: dict[str, int] = {}
+
+    def number(name: str) -> int:
+        return numbers.setdefault(name, len(numbers))
+
+    def line(moments: Sequence[Moment]) -> dict[str, Any]:
+        steps = [
+            [m.start, m.bytes, number(m.what), [[number(n), size] for n, size in m.alive]]
+            for m in moments
+        ]
+        end = moments[-1].start + moments[-1].seconds if moments else 0.0
+        return {"steps": steps, "end": end}
+
+    lines = {"plain": line(picture.plain), "planned": line(picture.planned)}
+    return {**lines, "names": list(numbers)}
+
+
+def _grid(grid: Grid) -> dict[str, Any]:
+    cells = [[d and d.value for d in row] for row in grid.cells]
+    return {"columns": grid.columns, "rows": grid.rows, "cells": cells}
+
+
+def _lanes(spans: Sequence[Span]) -> list[list[Any]]:
+    return [[s.lane, s.start, s.end, s.name, s.bytes] for s in spans]
+
+
+def _point(name: str, plan: Plan) -> list[Any]:
+    return [name, plan.compiled_peak, plan.overhead / (plan.step_seconds or 1.0), plan.host_bytes]

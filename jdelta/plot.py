@@ -1,0 +1,130 @@
+"""Pictures of plans for files and papers, with matplotlib (the ``plot`` extra)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter, FuncFormatter, PercentFormatter
+
+from jdelta._budget import format_bytes
+from jdelta._decision import Decision
+from jdelta._frontier import Frontier
+from jdelta._picture import Moment
+from jdelta._plan import Plan
+
+COLOURS = {
+    Decision.SAVE: "#2a8c6e",
+    Decision.OFFLOAD: "#3f74c4",
+    Decision.RECOMPUTE: "#d9902f",
+}
+"""Of decisions."""
+
+_PLAIN, _PLANNED, _LIMIT = "#98a2ad", "#2563a8", "#b3261e"
+_BYTES = FuncFormatter(lambda size, _: format_bytes(int(size)))
+_SECONDS = EngFormatter("s")
+
+
+def memory(plan: Plan) -> Figure:
+    """Live memory of the plain and of the planned step over predicted time.
+
+    Raises:
+        PlanMismatchError: The plan was loaded from a file, so it has no step.
+    """
+    picture = plan.picture()
+    figure, axes = _figure(8, 3.2)
+    _area(axes, picture.plain, _PLAIN, "plain step")
+    _area(axes, picture.planned, _PLANNED, "with the plan")
+    axes.axhline(plan.budget, color=_LIMIT, linestyle="--", label="budget")
+    axes.xaxis.set_major_formatter(_SECONDS)
+    axes.yaxis.set_major_formatter(_BYTES)
+    axes.set(xlabel="predicted time", ylabel="live memory per device", ylim=(0, None))
+    axes.legend(frameon=False)
+    return figure
+
+
+def _area(axes: Axes, moments: Sequence[Moment], colour: str, label: str) -> None:
+    times = [m.start for m in moments]
+    sizes = [m.bytes for m in moments]
+    if moments:
+        times.append(moments[-1].start + moments[-1].seconds)
+        sizes.append(sizes[-1])
+    axes.fill_between(times, sizes, step="post", color=colour, alpha=0.3, linewidth=0)
+    axes.step(times, sizes, where="post", color=colour, linewidth=1, label=label)
+
+
+def decisions(plan: Plan) -> Figure:
+    """Decisions by value and unit; a unit in a loop stands for all its iterations.
+
+    Raises:
+        PlanMismatchError: The plan was loaded from a file, so it has no step.
+    """
+    grid = plan.picture().grid
+    figure, axes = _figure(3 + 0.25 * len(grid.columns), 0.6 + 0.2 * len(grid.rows))
+    for y, row in enumerate(grid.cells):
+        for x, decision in enumerate(row):
+            if decision is not None:
+                axes.barh(y, 0.92, left=x, height=0.85, color=COLOURS[decision])
+    axes.set_yticks(range(len(grid.rows)), grid.rows, fontsize=7)
+    axes.set_xticks([x + 0.46 for x in range(len(grid.columns))], grid.columns, rotation=90)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.invert_yaxis()
+    keys = [Patch(color=colour, label=decision.value) for decision, colour in COLOURS.items()]
+    axes.legend(handles=keys, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    return figure
+
+
+def lanes(plan: Plan) -> Figure:
+    """Compute and transfers over time, as the compiled schedule has them.
+
+    Raises:
+        PlanMismatchError: The plan was loaded from a file, or transfers nothing.
+    """
+    from jdelta._errors import PlanMismatchError
+
+    spans = plan.picture().lanes
+    if not spans:
+        raise PlanMismatchError("The plan keeps nothing on the host: there are no transfers.")
+    places = {"out": (2, "to host", COLOURS[Decision.OFFLOAD]), "compute": (1, "compute", _PLAIN)}
+    places["in"] = (0, "to device", COLOURS[Decision.SAVE])
+    figure, axes = _figure(8, 1.8)
+    for lane, (y, _, colour) in places.items():
+        bars = [(s.start, s.end - s.start) for s in spans if s.lane == lane]
+        axes.broken_barh(bars, (y - 0.4, 0.8), color=colour)
+    axes.set_yticks([y for y, *_ in places.values()], [text for _, text, _ in places.values()])
+    axes.xaxis.set_major_formatter(_SECONDS)
+    axes.set_xlabel("time in the schedule, at the target's rates")
+    return figure
+
+
+def frontier(found: Frontier, others: Mapping[str, Plan] | None = None) -> Figure:
+    """Predicted overhead against compiled peak.
+
+    Args:
+        found: Plans of one step over several budgets.
+        others: Further plans to compare with, such as those of hand policies, by name.
+    """
+    figure, axes = _figure(6, 3.6)
+    peaks, added = zip(*found.points, strict=True) if found.points else ((), ())
+    axes.plot(peaks, added, "o-", color=_PLANNED, label="jdelta")
+    for name, plan in (others or {}).items():
+        point = plan.compiled_peak, plan.overhead / (plan.step_seconds or 1.0)
+        axes.plot(*point, "s", color=_PLAIN)
+        axes.annotate(name, point, xytext=(6, 3), textcoords="offset points", fontsize=8)
+    if found.floor:
+        axes.axvline(found.floor, color=_LIMIT, linestyle="--", label="floor")
+    axes.xaxis.set_major_formatter(_BYTES)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set(xlabel="compiled peak per device", ylabel="predicted overhead", xlim=(0, None))
+    axes.legend(frameon=False)
+    return figure
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes: Any = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes

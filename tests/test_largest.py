@@ -1,0 +1,40 @@
+"""The largest size that fits."""
+
+import pytest
+
+import jdelta
+from jdelta._largest import RESOLUTION, bisected
+from tests import small
+
+
+@pytest.mark.parametrize("step", [1, 8])
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 5, 8, 31, 100, 1000])
+def test_the_largest_size_is_bracketed(most, step):
+    tried = []
+
+    def fits(size):
+        tried.append(size)
+        return size <= most
+
+    found = bisected(fits, step=step)
+    assert most - max(step, most // RESOLUTION + step - 1) < found + 1 <= most + 1
+    assert found % step == 0
+    assert len(set(tried)) == len(tried)
+    assert bisected(fits, low=found, step=step) == found
+
+
+def test_the_plan_of_the_largest_batch():
+    found = jdelta.largest(small.step, small.make_args, "8MiB", overhead=None, step=64)
+    assert found.plan is not None
+    assert found.plan.compiled_peak <= 8 * 2**20
+    again = jdelta.plan(small.step, "8MiB", *small.make_args(found.size))
+    assert again == found.plan
+    cheap = jdelta.largest(small.step, small.make_args, "8MiB", overhead=0.0, step=64)
+    assert 0 < cheap.size < found.size
+    assert cheap.plan is not None
+    assert cheap.plan.overhead == 0
+
+
+def test_other_errors_are_raised():
+    with pytest.raises(jdelta.BudgetError, match="expected bytes"):
+        jdelta.largest(small.step, small.make_args, "much")

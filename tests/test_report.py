@@ -1,0 +1,168 @@
+"""Pictures of plans: their data, the page in a browser, and figures for files."""
+
+import html
+import itertools
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+import jdelta
+from jdelta import Decision
+from jdelta._graph import labels
+from tests import small
+
+plot = pytest.importorskip("jdelta.plot", reason="needs matplotlib")
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def plan():
+    pin = {"*/cos": "recompute"}
+    return jdelta.plan(small.unrolled_step, None, *small.make_args(), donate_argnums=0, pin=pin)
+
+
+@pytest.fixture(scope="module")
+def others():
+    pin = {"*": "recompute"}
+    made = jdelta.plan(small.unrolled_step, None, *small.make_args(), donate_argnums=0, pin=pin)
+    return {"by hand": made}
+
+
+@pytest.fixture
+def page(plan, others, tmp_path):
+    path = tmp_path / "page.html"
+    plan.report(str(path), others=others)
+    return path
+
+
+def data_of(text):
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found[1])
+
+
+def test_the_timeline_is_that_of_the_simulation(plan):
+    picture = plan.picture()
+    for line in (picture.plain, picture.planned):
+        for before, after in itertools.pairwise(line):
+            assert after.start == pytest.approx(before.start + before.seconds)
+    assert max(m.bytes for m in picture.planned) == pytest.approx(plan.predicted_peak, rel=0.1)
+    names = {name for m in picture.plain for name, _ in m.alive}
+    assert {"unit_0/sin", "unit_1/sin"} <= names
+
+
+def test_a_loop_is_drawn_over_all_its_iterations():
+    plan = jdelta.plan(small.step, 0.5, *small.make_args(), donate_argnums=0)
+    plain, planned = plan.picture().plain, plan.picture().planned
+    assert max(m.bytes for m in planned) < max(m.bytes for m in plain)
+    assert len(plain) > 10
+    assert plain[-1].start + plain[-1].seconds == pytest.approx(plan.step_seconds, rel=1e-6)
+
+
+def test_the_grid_has_every_decision(plan):
+    grid = plan.picture().grid
+    told = {
+        f"{column}/{row}": decision
+        for row, line in zip(grid.rows, grid.cells, strict=True)
+        for column, decision in zip(grid.columns, line, strict=True)
+        if decision is not None
+    }
+    shown = {r.name for r in plan.residuals if r.needed or r.boundary}
+    assert told == {name: plan.decisions[name] for name in shown}
+
+
+def test_the_page_holds_the_plan(plan, page):
+    data = data_of(page.read_text("utf-8"))
+    assert data["budget"] == plan.budget
+    assert dict(data["figures"])["target"] == "cpu"
+    assert [point[0] for point in data["plans"]] == ["this plan", "by hand"]
+    cells = sum(cell is not None for row in data["grid"]["cells"] for cell in row)
+    assert cells == sum(r.needed or r.boundary for r in plan.residuals)
+
+
+def test_the_page_asks_for_nothing_else(page):
+    text = page.read_text("utf-8")
+    assert not re.search(
+        r"""(?:src|href)=|url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000)""", text
+    )
+
+
+def test_names_cannot_break_out_of_the_page(plan):
+    from jdelta._report import page as render
+
+    others = {"</script><script>alert(1)</script>": plan}
+    text = render(plan, None, others)
+    assert "<script>alert" not in text
+    assert data_of(text)["plans"][1][0] in others
+
+
+def test_a_notebook_shows_a_plan(plan):
+    shown = plan._repr_html_()
+    assert shown.startswith("<iframe")
+    inner = html.unescape(re.search(r'srcdoc="(.*?)" style', shown, re.DOTALL)[1])
+    assert data_of(inner)["memory"] is None
+
+
+def test_a_loaded_plan_has_a_page_without_pictures_of_the_step(plan, tmp_path):
+    plan.save(str(tmp_path / "plan.json"))
+    loaded = jdelta.load(str(tmp_path / "plan.json"))
+    loaded.report(str(tmp_path / "page.html"))
+    assert data_of((tmp_path / "page.html").read_text("utf-8"))["memory"] is None
+    with pytest.raises(jdelta.PlanMismatchError, match="no step"):
+        loaded.picture()
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [390, 1100])
+def test_the_page_draws_itself(plan, page, tmp_path, width):
+    shot = tmp_path / "page.png"
+    words = [
+        BROWSER,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--window-size={width},900",
+    ]
+    done = subprocess.run(
+        [*words, "--virtual-time-budget=2000", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    dom = done.stdout
+    assert "Uncaught" not in done.stderr
+    assert len(re.findall(r'class="line"', dom)) == 2
+    assert len(re.findall(r'class="budget"', dom)) == 1
+    assert len(re.findall(r'class="plan"', dom)) == 2
+    shown = sum(r.needed or r.boundary for r in plan.residuals)
+    assert len(re.findall(r'class="cell"', dom)) == shown
+    assert "NaN" not in dom
+    assert re.search(r'<section id="lanes" hidden', dom)
+    subprocess.run(
+        [*words, f"--screenshot={shot}", page.as_uri()], capture_output=True, timeout=120
+    )
+    assert shot.stat().st_size > 10_000
+
+
+def test_figures_for_files(plan, others, tmp_path):
+    found = jdelta.frontier(small.step, *small.make_args(), budgets=(0.9, 0.5, 0.01))
+    figures = [plot.memory(plan), plot.decisions(plan), plot.frontier(found, others)]
+    for number, figure in enumerate(figures):
+        figure.savefig(path := tmp_path / f"{number}.png")
+        assert path.stat().st_size > 5_000
+    with pytest.raises(jdelta.PlanMismatchError, match="no transfers"):
+        plot.lanes(plan)
+
+
+def test_every_decision_has_a_colour():
+    assert set(plot.COLOURS) == set(Decision)
+
+
+def test_values_are_called_by_their_names():
+    from jdelta._trace import trace
+
+    found = trace(small.step, *small.make_args(8))
+    names = set(labels(found.graph, found.plan_name).values())
+    assert {"unit/mlpwi", "unit/input"} <= names
