@@ -78,6 +78,17 @@ def largest(
 
     Raises:
         JdeltaError: What ``jdelta.plan`` raises, but that a budget is below the floor.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jdelta
+        >>> def step(w, x):
+        ...     return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)))(w)
+        >>> w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+        >>> def make_args(rows):
+        ...     return w, jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+        >>> found = jdelta.largest(step, make_args, "1MiB", step=128)
+        >>> found.plan.compiled_peak <= 2**20 and found.size % 128 == 0
+        True
     """
     tried: list[tuple[int, int | None, float | None]] = []
     plans: dict[int, Plan] = {}

@@ -387,6 +387,20 @@ def plan(
         OffloadError: The compiled program does not offload what was planned.
         PlanMismatchError: A pattern of ``pin`` fits nothing.
         SpillError: Nothing can be spilled on the target, or to the directory.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jdelta
+        >>> def loss(w, x):
+        ...     layer = lambda x, w: (x + jnp.tanh(x @ w), None)
+        ...     return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+        >>> step = lambda w, x: w - 0.1 * jax.grad(loss)(w, x)
+        >>> w = jax.ShapeDtypeStruct((8, 128, 128), jnp.float32)
+        >>> x = jax.ShapeDtypeStruct((4096, 128), jnp.float32)
+        >>> plan = jdelta.plan(step, 0.6, w, x)
+        >>> plan.compiled_peak <= plan.budget < plan.ceiling
+        True
+        >>> sorted({decision.value for decision in plan.decisions.values()})
+        ['recompute', 'save']
     """
     options: dict[str, Any] = {
         "target": target,
@@ -421,6 +435,17 @@ def jit(
 
     Raises:
         JdeltaError: When called, what ``jdelta.plan`` raises.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jdelta
+        >>> def step(w, x):
+        ...     grad = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.exp(x @ w))))(w)
+        ...     return w - 0.1 * grad
+        >>> step = jdelta.jit(step, budget="64MiB", donate_argnums=0)
+        >>> step(jnp.ones((8, 8)), jnp.ones((4, 8))).shape
+        (8, 8)
+        >>> len(step.plans)
+        1
     """
     return plan(step_fn, budget, **options).jit()
 

@@ -59,6 +59,17 @@ def remat(
 
     Raises:
         TypeError: ``unit`` is not a class or function that can be marked.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jdelta
+        >>> @jdelta.remat
+        ... def layer(w, x):
+        ...     return x + jnp.tanh(x @ w)
+        >>> def step(w, x):
+        ...     return jax.grad(lambda w: jnp.sum(layer(w, layer(w, x))))(w)
+        >>> shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+        >>> sorted({r.region for r in jdelta.plan(step, None, shape, shape).residuals})
+        ['layer_0', 'layer_1']
     """
     if unit is None:
         return functools.partial(remat, policy=policy, name=name, prevent_cse=prevent_cse)

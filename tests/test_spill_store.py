@@ -134,6 +134,48 @@ def test_inside_shard_map(store, check):
     assert flow(store).planned == PLANNED
 
 
+@pytest.mark.parametrize("pool", ["1MiB", "3MiB"])
+def test_collectives_around_a_full_pool_do_not_lock_up(pool):
+    store = open_store(adapter="memory", pool=pool, write_rate=300e6, read_rate=300e6)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+
+    def run(store):
+        step = make_step(store, lambda y: y + jax.lax.pmean(y, "data"))
+
+        def twice(x):  # what was read may be written again
+            return step(jax.lax.pmean(step(x), "data") + x)
+
+        return jax.jit(jax.shard_map(twice, mesh=mesh, in_specs=spec, out_specs=spec))(X)
+
+    np.testing.assert_array_equal(run(store), run(None))
+    assert flow(store).planned == 2 * PLANNED
+    assert store.counters().late > 0
+
+
+def test_reads_that_were_begun_do_not_wait_for_each_other():
+    device = Device()
+    store = open_store(adapter=device)
+
+    def settle(*tokens):
+        store.settle()
+        device.fault = lambda *_: time.sleep(0.3)
+        return tokens
+
+    @jax.jit
+    def step(x):
+        tokens = [write(store, x + slot, slot=slot) for slot in range(2)]
+        tokens = jax.pure_callback(settle, (TOKEN, TOKEN), *tokens)
+        begun = sum(prefetch(store, token, slot=i) for i, token in enumerate(tokens))
+        return read(store, begun, jax.typeof(x), slot=0) * read(store, begun, jax.typeof(x), slot=1)
+
+    x = np.ones(MIB // 4, np.float32)  # one block
+    compiled = step.lower(x).compile()
+    start = time.perf_counter()
+    np.testing.assert_array_equal(compiled(x), 2)
+    assert 0.3 < time.perf_counter() - start < 0.55
+
+
 def test_the_step_does_not_wait_for_a_slow_device_and_queued_writes_are_cancelled():
     store = open_store(adapter="memory", pool="32MiB", write_rate=4e6)
     step = make_step(store).lower(X).compile()

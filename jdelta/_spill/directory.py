@@ -73,13 +73,22 @@ def _make(path: str) -> tuple[Path, int]:
         except FileNotFoundError:
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if _locks(descriptor):
+                return file, descriptor
+        except OSError:  # a file system without locks
+            _remove(file)
             os.close(descriptor)
-            continue
-        if os.fstat(descriptor).st_nlink:
-            return file, descriptor
+            raise
         os.close(descriptor)
+
+
+def _locks(descriptor: int) -> bool:
+    """Whether the file is still there once it is locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return os.fstat(descriptor).st_nlink > 0
 
 
 def _remove(file: Path) -> None:

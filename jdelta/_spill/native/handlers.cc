@@ -1,6 +1,7 @@
 // The custom calls of traced operations. All memory is the host's: they serve XLA's CPU client.
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -40,7 +41,12 @@ ffi::Future Answer(int64_t id, Start start) {
   auto done = [promise](const Status& status) mutable {
     status.empty() ? promise.SetAvailable() : promise.SetError(Failure(status));
   };
-  std::optional<Status> status = start(*store, done);
+  std::optional<Status> status;
+  try {
+    status = start(*store, done);
+  } catch (const std::exception& error) {  // of the system: no memory, no thread
+    status = error.what();
+  }
   if (status.has_value()) done(*status);
   return future;
 }

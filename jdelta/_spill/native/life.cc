@@ -90,8 +90,8 @@ Store::Run& Store::Begin(int64_t id) {
 // A block, if need be one of what the device has too and what was written before `before`.
 Block Store::TakeBlock(uint64_t before) {
   Block block = pool_.Take();
-  if (block != nullptr || held_.empty() || held_.begin()->first >= before) return block;
-  return TakeHeld();
+  if (block == nullptr && AnyBlock(before)) block = TakeHeld();
+  return block;
 }
 
 Block Store::TakeHeld() {
@@ -104,7 +104,9 @@ Block Store::TakeHeld() {
   return block;
 }
 
-bool Store::AnyBlock() const { return pool_.any() || !held_.empty(); }
+bool Store::AnyBlock(uint64_t before) const {
+  return pool_.any() || (!held_.empty() && held_.begin()->first < before);
+}
 
 void Store::Release(Chunk& chunk) {
   if (chunk.block != nullptr) pool_.Put(std::move(chunk.block));

@@ -117,18 +117,18 @@ class Store : public std::enable_shared_from_this<Store> {
   Run& Begin(int64_t run);
   Block TakeBlock(uint64_t before = UINT64_MAX);
   Block TakeHeld();
-  bool AnyBlock() const;
+  bool AnyBlock(uint64_t before = UINT64_MAX) const;
   void Release(Chunk& chunk);
 
   // threads.cc
   void StartThreads();
-  void Start(void (Store::*loop)(Lock&));
   void WriteLoop(Lock& lock);
   void ReadLoop(Lock& lock);
   void WatchLoop(Lock& lock);
   void Fill(Lock& lock, Block block);
   void Send(Lock& lock);
   void FetchAsked(Lock& lock);
+  bool AheadCanGo();
   void FetchAhead(Lock& lock);
   void Fetch(Lock& lock, const Job& job, Block block);
   void Deliver(Lock& lock, const Job& job);

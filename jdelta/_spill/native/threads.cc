@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <thread>
 #include <utility>
@@ -13,29 +14,23 @@
 namespace jdelta {
 namespace {
 
-// So many transfers at once keep a device busy; the threads sleep in the system meanwhile.
-constexpr int kWriters = 2;
-constexpr int kReaders = 2;
-
 constexpr auto kPatience = std::chrono::seconds(5);
 
 }  // namespace
 
+// Starts those that are missing. Two transfers at once each way keep a device busy.
 void Store::StartThreads() {
-  if (threads_ > 0) return;
-  for (int i = 0; i < kWriters; ++i) Start(&Store::WriteLoop);
-  for (int i = 0; i < kReaders; ++i) Start(&Store::ReadLoop);
-  Start(&Store::WatchLoop);
-}
-
-void Store::Start(void (Store::*loop)(Lock&)) {
-  ++threads_;
-  std::thread([self = shared_from_this(), loop] {
-    Lock lock(self->mutex_);
-    (self.get()->*loop)(lock);
-    --self->threads_;
-    self->changed_.notify_all();
-  }).detach();
+  constexpr void (Store::*kLoops[])(Lock&) = {&Store::WriteLoop, &Store::ReadLoop,
+                                              &Store::WriteLoop, &Store::ReadLoop,
+                                              &Store::WatchLoop};
+  for (; threads_ < static_cast<int>(std::size(kLoops)); ++threads_) {
+    std::thread([self = shared_from_this(), loop = kLoops[threads_]] {
+      Lock lock(self->mutex_);
+      (self.get()->*loop)(lock);
+      --self->threads_;
+      self->changed_.notify_all();
+    }).detach();
+  }
 }
 
 bool Store::Close() {
@@ -64,7 +59,7 @@ void Store::WriteLoop(Lock& lock) {
 
 void Store::ReadLoop(Lock& lock) {
   while (true) {
-    changed_.wait(lock, [this] { return closed_ || !asked_.empty() || !ahead_.empty(); });
+    changed_.wait(lock, [this] { return closed_ || !asked_.empty() || AheadCanGo(); });
     if (closed_) return;
     asked_.empty() ? FetchAhead(lock) : FetchAsked(lock);
   }
@@ -128,14 +123,22 @@ void Store::FetchAsked(Lock& lock) {
   if (block != nullptr) Fetch(lock, job, std::move(block));
 }
 
+// Whether something is to be brought ahead, and there is memory for it.
+bool Store::AheadCanGo() {
+  while (!ahead_.empty()) {
+    const Chunk& chunk = ahead_.front().chunk();
+    if (chunk.ahead && chunk.state == Chunk::State::kStored) return AnyBlock(chunk.order);
+    ahead_.pop_front();  // asked for meanwhile, or dropped
+  }
+  return false;
+}
+
 void Store::FetchAhead(Lock& lock) {
   Job job = std::move(ahead_.front());
   ahead_.pop_front();
-  Chunk& chunk = job.chunk();
-  if (!chunk.ahead || chunk.state != Chunk::State::kStored) return;  // asked for, or dropped
-  Block block = TakeBlock(chunk.order);
-  if (block == nullptr) {
-    chunk.ahead = false;  // planned again at the next read
+  Block block = TakeBlock(job.chunk().order);
+  if (block == nullptr) {  // the system has no memory
+    job.chunk().ahead = false;
     return;
   }
   Fetch(lock, job, std::move(block));
