@@ -194,8 +194,8 @@ def test_a_store_whose_device_hangs_is_closed_all_the_same():
 
 def test_a_slow_device_is_waited_for():
     device = Device()
-    store = open_store(adapter=device, pool="2MiB", timeout=0.4)
-    device.fault = lambda *_: time.sleep(0.1)
+    store = open_store(adapter=device, pool="2MiB", timeout=1.5)
+    device.fault = lambda *_: time.sleep(0.3)
     np.testing.assert_array_equal(run(make_step(store)), expected())
     assert store.counters().failures == 0
 

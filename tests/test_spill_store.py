@@ -159,7 +159,7 @@ def test_reads_that_were_begun_do_not_wait_for_each_other():
 
     def settle(*tokens):
         store.settle()
-        device.fault = lambda *_: time.sleep(0.3)
+        device.fault = lambda *_: time.sleep(1)
         return tokens
 
     @jax.jit
@@ -173,7 +173,7 @@ def test_reads_that_were_begun_do_not_wait_for_each_other():
     compiled = step.lower(x).compile()
     start = time.perf_counter()
     np.testing.assert_array_equal(compiled(x), 2)
-    assert 0.3 < time.perf_counter() - start < 0.55
+    assert 1 < time.perf_counter() - start < 1.8
 
 
 def test_the_step_does_not_wait_for_a_slow_device_and_queued_writes_are_cancelled():

@@ -114,6 +114,7 @@ void Store::Release(Chunk& chunk) {
   chunk.ahead = false;
   extents_.Put(chunk.extent);
   counters_.stored -= Aligned(chunk.bytes);
+  changed_.notify_all();
 }
 
 Counters Store::counters() {

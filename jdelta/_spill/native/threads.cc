@@ -86,6 +86,7 @@ void Store::Fill(Lock& lock, Block block) {
   Entry& entry = *job.entry;
   if (entry.dropped) {
     pool_.Put(std::move(block));
+    changed_.notify_all();
     return;
   }
   Status status = CopyChunkIn(lock, job, std::move(block));
