@@ -55,7 +55,7 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
         compiler: What compiles it.
     """
     roots = storage(graph, compiler)
-    sizes = _sizes(graph, compiler)
+    sizes = stored_sizes(graph, compiler)
     last = _last_reads(graph, roots)
     fixed = {r for v in (*graph.inputs, *graph.outputs) if v is not None for r in roots[v]}
     producers = graph.producers()
@@ -79,7 +79,8 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
     return Timeline(tuple(live), graph, last)
 
 
-def _sizes(graph: Graph, compiler: Compiler) -> list[int]:
+def stored_sizes(graph: Graph, compiler: Compiler) -> list[int]:
+    """For each value the bytes it takes in memory, if it is written there."""
     sizes = [compiler.bytes(value) for value in graph.values]
     narrow = read_narrowly(graph)
     for op in graph.operations:
