@@ -15,7 +15,7 @@ import jax
 
 from jdelta import _file
 from jdelta._budget import format_bytes, parse_budget, parse_host_budget
-from jdelta._call import Call, Static, call_of, described
+from jdelta._call import Call, Static, call_of, described, several
 from jdelta._cost import program_seconds
 from jdelta._decision import Decision
 from jdelta._emit import Step
@@ -193,7 +193,7 @@ class Plan:
                 f"The plan was made ahead of time for {self.target}, which cannot run here. Save "
                 "it with plan.save(path), or plan without target= on the machine that trains."
             )
-        donate = self.donate_argnums if donate_argnums is None else _several(donate_argnums)
+        donate = self.donate_argnums if donate_argnums is None else several(donate_argnums)
         planned = self._call if fun is self._step else None
         ready = self._compiled if planned and donate == self.donate_argnums else None
         static = planned.static if planned else None
@@ -371,8 +371,8 @@ def plan(
     """
     options: dict[str, Any] = {
         "target": target,
-        "donate_argnums": _several(donate_argnums),
-        "static": (*_several(static_argnums), *_several(static_argnames)),
+        "donate_argnums": several(donate_argnums),
+        "static": (*several(static_argnums), *several(static_argnames)),
         "solver": _solver(solver),
         "host_budget": host_budget,
         "pin": pin,
@@ -441,7 +441,7 @@ class DeferredPlan:
 
     def jit(self, *, donate_argnums: int | Sequence[int] | None = None) -> Callable[..., Any]:
         """The step, planned at the first call with each new set of shapes."""
-        donate = {} if donate_argnums is None else {"donate_argnums": _several(donate_argnums)}
+        donate = {} if donate_argnums is None else {"donate_argnums": several(donate_argnums)}
         return _Deferred(self.step_fn, self.budget, {**self.options, **donate})
 
     def __call__(self, *_: Any, **__: Any) -> Any:
@@ -546,11 +546,6 @@ def _host_capacity(host_budget: int | str | None, target: Target, placed: Any) -
         taken = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(placed) if is_on_host(x))
         return max(0.0, (target.host_share(placed) or math.inf) - taken)
     return float(parse_host_budget(host_budget))
-
-
-def _several(given: Any) -> tuple[Any, ...]:
-    """Numbers or names of arguments, where one alone may be given."""
-    return (given,) if isinstance(given, (int, str)) else tuple(given)
 
 
 def _solver(solver: str | Solver) -> Solver:

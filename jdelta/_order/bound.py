@@ -36,7 +36,7 @@ class Cut:
 
     Attributes:
         operator: The operator.
-        bytes: What is alive, its results and workspace included.
+        bytes: What is alive, what it makes included.
         before: Which operators have run; the smallest such set.
     """
 
@@ -51,13 +51,13 @@ def forced(problem: Problem, operator: int) -> int:
     A tensor is, if the operator depends on its maker and if a user of it depends on the operator.
     """
     sides = _Sides(problem, operator)
-    return int(problem.bytes[sides.alive].sum()) + problem.workspace[operator]
+    return int(problem.bytes[sides.alive].sum())
 
 
 def cut(problem: Problem, operator: int) -> Cut:
     """The least that can be alive while an operator runs."""
     sides = _Sides(problem, operator)
-    fixed = int(problem.bytes[sides.alive].sum()) + problem.workspace[operator]
+    fixed = int(problem.bytes[sides.alive].sum())
     free = np.flatnonzero(~sides.before & ~sides.after)
     bytes_cut, chosen = _least(problem, sides, free)
     before = sides.before.copy()

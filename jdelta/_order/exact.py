@@ -73,7 +73,6 @@ class _Leaf:
             sum(1 << place[p] for p in problem.predecessors[i] if p in place) for i in chosen
         ]
         self._takes = [sum(problem.tensors[t].bytes for t in problem.made[i]) for i in chosen]
-        self._workspace = [problem.workspace[i] for i in chosen]
         self._frees: list[list[tuple[int, int]]] = [[] for _ in chosen]
         for t in dict.fromkeys(t for i in chosen for t in (*problem.made[i], *problem.used[i])):
             tensor = problem.tensors[t]
@@ -92,7 +91,7 @@ class _Leaf:
             now = done | 1 << i
             taken = live + self._takes[i]
             left = taken - sum(size for users, size in self._frees[i] if not users & ~now)
-            step = _Step(i, now, taken + self._workspace[i], left)
+            step = _Step(i, now, taken, left)
             if step.live <= live and step.peak <= peak:
                 return [step]
             steps.append(step)

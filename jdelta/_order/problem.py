@@ -17,6 +17,8 @@ Order = Sequence[int]
 class Tensor:
     """A buffer, from the operator that allocates it to the last one that reads or writes it.
 
+    Without users it is what an operator takes while it runs.
+
     Attributes:
         bytes: Its size.
         maker: Index of the operator that allocates it.
@@ -42,21 +44,14 @@ class Problem:
     Attributes:
         predecessors: For each operator those that have to run before it.
         tensors: What is allocated.
-        workspace: For each operator bytes that are taken while it runs only.
         names: For each operator what to call it; empty when nobody asks.
     """
 
     predecessors: tuple[tuple[int, ...], ...]
     tensors: tuple[Tensor, ...]
-    workspace: tuple[int, ...]
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.workspace) != len(self.predecessors):
-            raise ValueError(
-                f"expected workspace of {len(self.predecessors)} operators; got "
-                f"{len(self.workspace)}"
-            )
         for index, before in enumerate(self.predecessors):
             if any(not 0 <= p < index for p in before):
                 raise ValueError(f"operator {index} does not come after what it needs: {before}")
@@ -136,8 +131,7 @@ class Problem:
         changes = np.zeros(len(self) + 1, dtype=np.int64)
         np.add.at(changes, first, self.bytes)
         np.subtract.at(changes, last + 1, self.bytes)
-        workspace = np.array(self.workspace, dtype=np.int64)
-        return np.cumsum(changes)[:-1] + workspace[np.asarray(order, dtype=np.int64)]
+        return np.cumsum(changes)[:-1]
 
     def peak(self, order: Order) -> int:
         """Most bytes alive at once."""

@@ -42,7 +42,7 @@ def complaints(
             if index in tensor.users and tensor.maker not in ran:
                 wrong.append(f"operator {index} uses tensor {t}, which is not made")
         held = sum(end - begin for begin, end in taken.values())
-        highest = max(highest, held + problem.workspace[index])
+        highest = max(highest, held)
         for t in list(taken):
             waiting[t].discard(index)
             if not waiting[t] and not problem.tensors[t].kept:
