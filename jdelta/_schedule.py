@@ -15,7 +15,15 @@ from jdelta._call import Call, call_of, several
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
 from jdelta._hlo import parse
-from jdelta._order import Problem, arena, arrange, compiled_problem, layout, places_taken, problem_of
+from jdelta._order import (
+    Problem,
+    arena,
+    arrange,
+    compiled_problem,
+    layout,
+    places_taken,
+    problem_of,
+)
 from jdelta._shardy import shardings_of
 from jdelta._target import is_on_host, resolve
 
@@ -139,8 +147,8 @@ def _staged(call: Call, donate: Sequence[int], platform: str) -> tuple[Graph, li
     counts = [len(jax.tree.leaves(arg)) for arg in call.args]
     given = iter(graph.inputs[len(_jax.consts_of(closed)) :])
     leaves = [[next(given) for _ in range(count)] for count in counts]
-    away = [[is_on_host(leaf) for leaf in jax.tree.leaves(arg)] for arg in call.args]
-    return graph, [v for i in donate for v, host in zip(leaves[i], away[i], strict=True) if not host]
+    pairs = (zip(leaves[i], jax.tree.leaves(call.args[i]), strict=True) for i in donate)
+    return graph, [v for part in pairs for v, leaf in part if not is_on_host(leaf)]
 
 
 def _of_compiled(compiled: jax.stages.Compiled) -> Schedule:
@@ -177,9 +185,8 @@ def _schedule(problem: Problem, resident: int) -> Schedule:
 def _table(made: Schedule) -> str:
     """The largest tensors alive at the peak."""
     alive = made.at_peak
-    lines = [f"{'alive at the peak':<52}{'made by'}"]
-    for p in alive[:_SHOWN]:
-        lines.append(f"{format_bytes(p.bytes):>12}  {p.kind:<36}  {p.operator}")
+    shown = [f"{format_bytes(p.bytes):>12}  {p.kind:<36}  {p.operator}" for p in alive[:_SHOWN]]
+    lines = [f"{'alive at the peak':<52}made by", *shown]
     rest = sum(p.bytes for p in alive[_SHOWN:])
     if rest:
         lines.append(f"{format_bytes(rest):>12}  in {len(alive) - _SHOWN} others")

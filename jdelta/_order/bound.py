@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jdelta._order.problem import Ints, Order, Problem
@@ -93,49 +93,47 @@ def reach(neighbours: Sequence[Sequence[int]], start: int) -> Mask:
 
 
 def _least(problem: Problem, sides: _Sides, free: Ints) -> tuple[int, Mask]:
-    """Least bytes that cross beside the fixed ones, and which free operators run before.
-
-    The network: free operators, a node for each tensor that may cross, source (has run) and sink
-    (has not). From a tensor's maker to its node go its bytes, from its node to its users, and from
-    operators to what they need, more than anything can carry.
-    """
+    """Least bytes that cross beside the fixed ones, and which free operators run before."""
     tensors = _may_cross(problem, sides)
     if not len(free) or not len(tensors):
         return 0, np.zeros(len(free), dtype=bool)
-    source, sink = len(free) + len(tensors), len(free) + len(tensors) + 1
-    place = np.where(sides.before, source, sink)
-    place[free] = np.arange(len(free))
-    node = np.full(len(problem.tensors), -1)
-    node[tensors] = len(free) + np.arange(len(tensors))
-    sizes = problem.bytes[tensors]
-    unit = max(1, -(-int(sizes.sum()) // _CAPACITY))
-    endless = 2 * _CAPACITY
-    pairs, users = problem.uses
-    used = node[pairs] >= 0
-    before = np.array([(i, p) for i in free for p in problem.predecessors[i]], dtype=np.int64)
-    before = before.reshape(-1, 2)
-    ends = np.where(sides.needed[tensors], node[tensors], -1)
-    ends = ends[ends >= 0]
-    tails = np.concatenate(
-        [place[problem.makers[tensors]], node[pairs[used]], ends, place[before[:, 0]]]
-    )
-    heads = np.concatenate(
-        [node[tensors], place[users[used]], np.full(len(ends), sink), place[before[:, 1]]]
-    )
-    carried = np.concatenate([sizes // unit, np.full(len(tails) - len(tensors), endless)])
-    kept = (tails != heads) & (tails != sink) & (heads != source) & (carried > 0)
-    shape = (sink + 1, sink + 1)
-    network = coo_array((carried[kept], (tails[kept], heads[kept])), shape=shape).tocsr()
-    network.data = np.minimum(network.data, endless)
-    network = network.astype(np.int32)
-    network.sum_duplicates()
-    flow = maximum_flow(network, source, sink)
+    source = len(free) + len(tensors)
+    unit = max(1, -(-int(problem.bytes[tensors].sum()) // _CAPACITY))
+    network = _network(problem, sides, free, tensors, unit)
+    flow = maximum_flow(network, source, source + 1)
     left = network - flow.flow
     left.data[left.data < 0] = 0
     left.eliminate_zeros()
-    reached = np.zeros(sink + 1, dtype=bool)
+    reached = np.zeros(source + 2, dtype=bool)
     reached[breadth_first_order(left, source, return_predecessors=False)] = True
     return int(flow.flow_value) * unit, reached[: len(free)]
+
+
+def _network(problem: Problem, sides: _Sides, free: Ints, tensors: Ints, unit: int) -> csr_array:
+    """The flow network: free operators, tensors that may cross, source (has run), sink (has not).
+
+    From a tensor's maker to the tensor go its bytes; from a tensor to its users, and from operators
+    to what they need, more than anything can carry.
+    """
+    source, sink = len(free) + len(tensors), len(free) + len(tensors) + 1
+    operator = np.where(sides.before, source, sink)
+    operator[free] = np.arange(len(free))
+    tensor = np.full(len(problem.tensors), -1)
+    tensor[tensors] = len(free) + np.arange(len(tensors))
+    pairs, users = problem.uses
+    used = (tensor[pairs] >= 0) & (operator[users] != sink)  # once to the sink is enough
+    needed = tensors[sides.needed[tensors]]
+    waits = np.array([(i, p) for i in free for p in problem.predecessors[i]], dtype=np.int64)
+    waits = waits.reshape(-1, 2)
+    tails = (operator[problem.makers[tensors]], tensor[pairs[used]], tensor[needed])
+    heads = (tensor[tensors], operator[users[used]], np.full(len(needed), sink))
+    tail = np.concatenate([*tails, operator[waits[:, 0]]])
+    head = np.concatenate([*heads, operator[waits[:, 1]]])
+    endless = np.full(len(tail) - len(tensors), 2 * _CAPACITY)
+    carried = np.concatenate([problem.bytes[tensors] // unit, endless])
+    kept = (head != source) & (carried > 0)
+    cells = carried[kept].astype(np.int32), (tail[kept], head[kept])
+    return csr_array(coo_array(cells, shape=(sink + 1, sink + 1)))
 
 
 def _may_cross(problem: Problem, sides: _Sides) -> Ints:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from jdelta._hlo import DEVICE, Array, Computation, Instruction, Module, Shape, leaves
 from jdelta._order.problem import Problem, Tensor
-from jdelta._order.schedule import arrange
 
 _GIVEN = frozenset({"parameter", "constant", "after-all", "partition-id", "replica-id"})
 _SAME = frozenset({"bitcast", "opt-barrier", "while", "add-dependency"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from jdelta._order.problem import Order, Problem
 
@@ -36,9 +35,11 @@ def late(problem: Problem, order: Order) -> list[int]:
             waiting[before] -= 1
             if not waiting[before]:
                 heapq.heappush(ready, (-rank[before], before))
-        for candidate in _cheaper(problem, index, alive, waiting):
-            if not placed[candidate] and _growth(problem, candidate, alive) <= 0:
-                free.append(candidate)
+        free += [
+            candidate
+            for candidate in _cheaper(problem, index, alive, waiting)
+            if not placed[candidate] and _growth(problem, candidate, alive) <= 0
+        ]
     return backwards[::-1]
 
 

@@ -46,9 +46,8 @@ def arrange(problem: Problem) -> Arrangement:
     first = late(problem, problem.program)
     bound = lower_bound(problem, first)
     orders: list[Order] = [problem.program, first]
-    for base in tuple(orders):
-        if problem.peak(first) > bound:
-            orders.append(updated_early(problem, base, bound))
+    if problem.peak(first) > bound:
+        orders += [updated_early(problem, base, bound) for base in (problem.program, first)]
     order = min(orders, key=problem.peak)
     if problem.peak(order) > bound:
         bound = max(bound, lower_bound(problem, order))

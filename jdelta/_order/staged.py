@@ -19,7 +19,9 @@ _Buffers = list[frozenset[int]]
 _NONE: Mapping[int, int] = MappingProxyType({})
 
 
-def problem_of(graph: Graph, compiler: Compiler | None, taken: Mapping[int, int] = _NONE) -> Problem:
+def problem_of(
+    graph: Graph, compiler: Compiler | None, taken: Mapping[int, int] = _NONE
+) -> Problem:
     """The problem that a program poses.
 
     A loop is one operator. What its body needs at its peak, in the best order found for it, is
@@ -147,9 +149,8 @@ class _Builder:
             return None
         index = len(self._predecessors) - 1
         for buffer in sorted(_union(self._buffers[v] for v in op.inputs)):
-            made = self._made.get(buffer)
-            dies = made is not None and buffer in self._read_once
-            if dies and made.bytes == self._sizes[result] and list(made.users)[-1] == index:
+            made = self._made.get(buffer) if buffer in self._read_once else None
+            if made and made.bytes == self._sizes[result] and list(made.users)[-1] == index:
                 self._read_once.discard(buffer)  # taken
                 return made
         return None
@@ -209,5 +210,3 @@ def _read_once(graph: Graph, buffers: _Buffers) -> set[int]:
                 readers[buffer] += 1
     results = _union(buffers[v] for v in graph.outputs if v is not None)
     return {buffer for buffer, count in readers.items() if count == 1} - results
-
-

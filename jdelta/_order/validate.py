@@ -19,37 +19,51 @@ def complaints(
         offsets: For each tensor the first of its bytes.
         arena: Bytes said to be taken altogether.
     """
-    wrong: list[str] = []
     if sorted(order) != list(range(len(problem.predecessors))):
         return ["the order does not hold every operator once"]
-    highest, ran = 0, set[int]()
-    waiting = [set(t.users) for t in problem.tensors]
-    taken: dict[int, tuple[int, int]] = {}
+    return [
+        *_not_topological(problem, order),
+        *_memory(problem, order, peak, offsets),
+        *_extent(problem, offsets, arena),
+    ]
+
+
+def _not_topological(problem: Problem, order: Sequence[int]) -> list[str]:
+    wrong: list[str] = []
+    ran: set[int] = set()
     for index in order:
-        wrong += [
-            f"operator {index} runs before {p}" for p in problem.predecessors[index] if p not in ran
-        ]
+        needed = {p for p in problem.predecessors[index] if p not in ran}
+        needed |= {t.maker for t in problem.tensors if index in t.users and t.maker not in ran}
+        wrong += [f"operator {index} runs before {other}" for other in sorted(needed)]
         ran.add(index)
+    return wrong
+
+
+def _memory(problem: Problem, order: Sequence[int], peak: int, offsets: Sequence[int]) -> list[str]:
+    """Runs the operators one by one, with the bytes that each tensor takes."""
+    wrong: list[str] = []
+    waiting = [{*t.users} for t in problem.tensors]
+    taken: dict[int, range] = {}
+    highest = 0
+    for index in order:
         for t, tensor in enumerate(problem.tensors):
             if tensor.maker == index and tensor.bytes:
-                span = offsets[t], offsets[t] + tensor.bytes
+                span = range(offsets[t], offsets[t] + tensor.bytes)
                 wrong += [
-                    f"tensors {t} and {other} share bytes while operator {index} runs"
+                    f"tensors {other} and {t} share bytes at operator {index}"
                     for other, there in taken.items()
-                    if span[0] < there[1] and there[0] < span[1]
+                    if span.start < there.stop and there.start < span.stop
                 ]
                 taken[t] = span
-            if index in tensor.users and tensor.maker not in ran:
-                wrong.append(f"operator {index} uses tensor {t}, which is not made")
-        held = sum(end - begin for begin, end in taken.values())
-        highest = max(highest, held)
-        for t in list(taken):
-            waiting[t].discard(index)
-            if not waiting[t] and not problem.tensors[t].kept:
-                del taken[t]
-    if highest != peak:
-        wrong.append(f"the peak is {highest}, not {peak}")
-    top = max((o + t.bytes for o, t in zip(offsets, problem.tensors, strict=True)), default=0)
-    if top != arena or min(offsets, default=0) < 0:
-        wrong.append(f"the tensors take {min(offsets, default=0)} to {top}, not 0 to {arena}")
-    return wrong
+        highest = max(highest, sum(map(len, taken.values())))
+        for t in waiting:
+            t.discard(index)
+        taken = {t: s for t, s in taken.items() if waiting[t] or problem.tensors[t].kept}
+    return wrong if highest == peak else [*wrong, f"the peak is {highest}, not {peak}"]
+
+
+def _extent(problem: Problem, offsets: Sequence[int], arena: int) -> list[str]:
+    ends = [o + t.bytes for o, t in zip(offsets, problem.tensors, strict=True)]
+    if min(offsets, default=0) >= 0 and max(ends, default=0) == arena:
+        return []
+    return [f"tensors reach from {min(offsets)} to {max(ends)}, not from 0 to {arena}"]
