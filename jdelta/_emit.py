@@ -24,6 +24,7 @@ from jdelta._region import AS_WRITTEN, Grouping, Session
 from jdelta._shardy import Shardings, shardings_of
 from jdelta._target import Target, is_on_host
 from jdelta._timing import TIMED, timed
+from jdelta._updates import updated_in_loops
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Step:
         aliases: From regions' names while tracing to their names in plans.
         automatic: Whether its regions are found in the program.
         grouping: How its loops over layers are to be run.
+        updates_in_loops: Whether weight updates are to run inside the backward loops.
     """
 
     fun: Callable[..., Any]
@@ -47,6 +49,7 @@ class Step:
     aliases: Mapping[str, str]
     automatic: bool = False
     grouping: Grouping = AS_WRITTEN
+    updates_in_loops: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,11 @@ def emit(step: Step, policy: Policy | None) -> Emission:
             traced = _again(step, traced, run)
         if policy.offloaded and platform in TIMED:
             traced = _again(step, traced, _timed(step, traced, least=policy.least))
-        if traced is not first:
-            graph = _graph(step, traced)
+    if step.updates_in_loops:
+        run = updated_in_loops(_jax.inline(traced.jaxpr), _donated_leaves(step))
+        traced = _again(step, traced, run) if run else traced
+    if traced is not first:
+        graph = _graph(step, traced)
 
     def lower() -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=(platform,))
@@ -135,6 +141,12 @@ def fixed_bytes(graph: Graph, step: Step) -> int:
     leaves: list[Any] = jax.tree.leaves([step.args[i] for i in step.donate])
     donated = sum(map(local_bytes, leaves))
     return inputs + outputs - min(outputs, donated)
+
+
+def _donated_leaves(step: Step) -> list[int]:
+    """Which of the flat arguments are donated."""
+    counts = [len(jax.tree.leaves(arg)) for arg in step.args]
+    return [sum(counts[:i]) + leaf for i in step.donate for leaf in range(counts[i])]
 
 
 def local_bytes(leaf: Any) -> int:

@@ -14,7 +14,7 @@ from jdelta._policy import Policy
 from jdelta._region import Grouping
 from jdelta._residual import Residual
 
-VERSION = 6
+VERSION = 7
 _SCALARS = {"int": int, "float": (int, float), "str": str}
 P = TypeVar("P")
 

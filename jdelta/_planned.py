@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -119,7 +120,7 @@ def step_of(plan: Plan, call: Call, donate: tuple[int, ...]) -> tuple[Step, Trac
         raise PlanMismatchError(_other_program(plan, found))
     aliases, donated = dict(plan.aliases), call.donated(donate)
     step = Step(call.fun, call.args, donated, target, aliases, found.automatic, plan.grouping)
-    return step, found
+    return replace(step, updates_in_loops=plan.updates_moved > 0), found
 
 
 def _other_program(plan: Plan, found: Trace) -> str:

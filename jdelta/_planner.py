@@ -160,7 +160,8 @@ class Search:
         self.trace = trace
         self.solver = solver
         pins = frozenset(items.pinned.items())
-        key = (trace.fingerprint, step.target.name, step.donate, items.problem, pins)
+        way = step.donate, step.updates_in_loops
+        key = (trace.fingerprint, step.target.name, way, items.problem, pins)
         self._known = before._known if before else _known.setdefault(key, {})
         self._errors = dict(before._errors) if before else {}
         self._emitted: dict[Policy | None, Emission] = {}
