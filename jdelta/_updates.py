@@ -132,21 +132,20 @@ class _Program:
         changed = True
         while changed:
             gradients -= {v for v in gradients if v in self._results or self._readers[v] - updates}
-            out = {i for i in updates if not self._stays(i, updates, stacked - gradients)}
+            out = {i for i in updates if not self._may_move(i, updates, gradients)}
             changed = bool(out)
             updates -= out
         used = {v for i in updates for v in self._eqns[i].invars if _jax.is_var(v)}
         return gradients & used
 
-    def _stays(self, index: int, updates: set[int], kept: set[Var]) -> bool:
-        """Whether an update reads no gradient that is kept, and nothing but updates reads it."""
+    def _may_move(self, index: int, updates: set[int], gradients: set[Var]) -> bool:
+        """Whether an update reads rows of what is moved or given, and only updates read it."""
         eqn = self._eqns[index]
         made = [v for v in eqn.outvars if _jax.is_var(v)]
-        if any(self._readers[v] - updates for v in made):
-            return False
-        if any(v in kept for v in eqn.invars if _jax.is_var(v)):
-            return False
-        return any(v in self._results or self._readers[v] for v in made)
+        rows = (v for v in eqn.invars if _jax.is_var(v) and v.aval.shape)
+        has_rows = all(v in self._given or v in gradients or self._made[v] in updates for v in rows)
+        is_read = any(v in self._results or self._readers[v] for v in made)
+        return has_rows and is_read and not any(self._readers[v] - updates for v in made)
 
     def order(self, moved: Sequence[_Moved]) -> list[int] | None:
         """The equations, those that are moved left out; None if two loops wait for each other."""
@@ -213,7 +212,6 @@ def _run_loop(inner: Jaxpr, moved: _Moved, places: Mapping[Var, Var], env: Env) 
     made = {v for update in updates for v in update.outvars} | moved.gradients
     read = [v for update in updates for v in update.invars if _jax.is_var(v) and v.aval.shape]
     rows = [v for v in dict.fromkeys((*loop.xs, *read)) if v not in made and v not in carried]
-    stacked = loop.stacked(loop.body)
     kept = [v for v in eqn.outvars[loop.n_carry :] if v not in moved.gradients]
     new = [v for v in moved.results if v not in places]
 
@@ -240,7 +238,6 @@ def _run_loop(inner: Jaxpr, moved: _Moved, places: Mapping[Var, Var], env: Env) 
     env.update(zip(eqn.outvars[: loop.n_carry], carry, strict=True))
     env.update(zip(carried.values(), stacks, strict=True))
     env.update(zip((*kept, *new), outs, strict=True))
-    assert len(stacked) == len(eqn.outvars) - loop.n_carry
 
 
 def _run_row(eqn: Eqn, env: Env) -> None:
@@ -249,5 +246,4 @@ def _run_row(eqn: Eqn, env: Env) -> None:
     if eqn.primitive.name == "broadcast_in_dim":
         env[eqn.outvars[0]] = jax.numpy.broadcast_to(inputs[0], eqn.outvars[0].aval.shape[1:])
         return
-    made = eqn.primitive.bind(*inputs, **eqn.params)
-    env[eqn.outvars[0]] = made
+    env[eqn.outvars[0]] = eqn.primitive.bind(*inputs, **eqn.params)
