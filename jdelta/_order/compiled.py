@@ -1,7 +1,8 @@
 """A scheduled HLO module as operators and tensors, in the compiler's own order.
 
 Buffers as XLA assigns them, as far as the text says: views, loops and updates of a part share what
-they are given, a loop fusion writes over an operand of its shape that it is the last to read.
+they are given, a loop fusion writes over an operand of its shape that it is the last to read. Not
+seen: XLA may put temporaries into the memory of a donated argument while its result is not there.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from jdelta._order.problem import Problem, Tensor
 
 _GIVEN = frozenset({"parameter", "constant", "after-all", "partition-id", "replica-id"})
 _SAME = frozenset({"bitcast", "opt-barrier", "while", "add-dependency"})
-_VIEWS = _SAME | {"tuple", "get-tuple-element"}
+_VIEWS = (_SAME | {"tuple", "get-tuple-element"}) - {"while"}
 _UPDATES = frozenset({"dynamic-update-slice", "scatter"})
+_ELEMENTWISE = frozenset(
+    "abs add and compare convert cosine divide exponential log maximum minimum multiply negate not"
+    " or power rsqrt select sine sqrt subtract tanh xor".split()
+)
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
 
@@ -29,6 +34,7 @@ def _problem(module: Module, computation: Computation, *, is_body: bool) -> Prob
     builder = _Builder(module, computation)
     for instruction in computation:
         builder.add(instruction)
+    builder.overwrite()
     builder.keep(None if is_body else module.aliases)
     return builder.problem()
 
@@ -42,6 +48,12 @@ class _Buffer:
     kind: str = ""
     users: dict[int, None] = field(default_factory=dict[int, None])
     kept: bool = False
+    into: _Buffer | None = None
+
+    @property
+    def place(self) -> _Buffer:
+        """The buffer itself, or the one it is written over."""
+        return self.into.place if self.into else self
 
 
 class _Builder:
@@ -82,14 +94,16 @@ class _Builder:
         for buffer in (b for part in before for b in part):
             if buffer.maker != index:
                 buffer.users[index] = None
-        if instruction.opcode == "fusion" and instruction.attribute("kind") == "kLoop":
+        if _is_elementwise(instruction):
             self._candidates += [(b, self._alike(instruction, b)) for b in made]
 
     def _alike(self, instruction: Instruction, result: _Buffer) -> list[_Buffer]:
-        """Buffers of operands of the same type and shape, that a loop fusion may write over."""
-        names = [o.name for o in self._computation.operands(instruction)]
-        held = [b for name in dict.fromkeys(names) for b in self._held[name]]
-        return [b for b in held if b.kind == result.kind and b.bytes == result.bytes]
+        """Buffers of operands of the result's type and shape."""
+        operands = {o.name: o for o in self._computation.operands(instruction)}.values()
+        alike = [
+            o for o in operands if isinstance(o.shape, Array) and _kind(o.shape) == result.kind
+        ]
+        return [self._held[o.name][0] for o in alike]
 
     def _inside(self, instruction: Instruction) -> int:
         """Bytes that the body of a loop, or the largest branch, needs beside what it is given."""
@@ -125,7 +139,7 @@ class _Builder:
             buffer = shared.get(position)
             if buffer is None:
                 size = array.bytes if array.memory == DEVICE else 0
-                buffer = _Buffer(size, index, f"{array.dtype}[{','.join(map(str, array.dims))}]")
+                buffer = _Buffer(size, index, _kind(array))
                 made.append(buffer)
             held.append(buffer)
         return held, made
@@ -182,7 +196,7 @@ class _Builder:
         Args:
             aliases: From results to the arguments whose place they take; None for a body.
         """
-        for position, buffer in enumerate(self._held[self._computation.root.name]):
+        for position, buffer in enumerate(b.place for b in self._root):
             buffer.kept = True
             argument = None if aliases is None else aliases.get(position)
             if aliases is None:
@@ -193,35 +207,46 @@ class _Builder:
                     buffer.bytes = 0
                     self._predecessors[buffer.maker].update(set(readers) - {buffer.maker})
 
-    def problem(self) -> Problem:
-        """What was noted, results written over operands that die put together."""
+    def overwrite(self) -> None:
+        """Put results into buffers of operands that nothing reads afterwards.
+
+        Other readers of those then have to come before in any order.
+        """
+        results = {id(b) for b in self._root}
         for result, operands in self._candidates:
-            for buffer in operands:
-                if self._overwrite(result, buffer):
+            index = result.maker
+            for buffer in (b.place for b in operands if id(b) not in results):
+                fits = buffer.maker >= 0 and buffer.bytes == result.bytes > 0
+                if fits and max(buffer.users) == index:
+                    self._predecessors[index].update(set(buffer.users) - {index})
+                    buffer.users |= result.users
+                    result.into = buffer
                     break
+
+    @property
+    def _root(self) -> list[_Buffer]:
+        return self._held[self._computation.root.name]
+
+    def problem(self) -> Problem:
+        """What was noted."""
         tensors = (
             Tensor(b.bytes, b.maker, tuple(b.users), b.kept, b.kind)
             for b in self._buffers
-            if b.bytes
+            if b.bytes and not b.into
         )
         before = tuple(tuple(sorted(p)) for p in self._predecessors)
         return Problem(before, tuple(tensors), tuple(self._names))
 
-    def _overwrite(self, result: _Buffer, operand: _Buffer) -> bool:
-        """Put a result into the buffer of an operand, if nothing reads that one afterwards.
 
-        Its other readers then have to come before the result's maker in any order.
-        """
-        index = result.maker
-        if operand.maker < 0 or operand.kept or not result.bytes or operand.bytes != result.bytes:
-            return False
-        if max(operand.users) != index:
-            return False
-        self._predecessors[index].update(set(operand.users) - {index})
-        operand.users |= result.users
-        operand.kept = result.kept
-        result.bytes = 0
-        return True
+def _kind(array: Array) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.dims))}]"
+
+
+def _is_elementwise(instruction: Instruction) -> bool:
+    """Whether an instruction may write over an operand that dies."""
+    if instruction.opcode == "fusion":
+        return instruction.attribute("kind") == "kLoop"
+    return instruction.opcode in _ELEMENTWISE
 
 
 def _part(shape: Shape, index: int, whole: list[_Buffer]) -> list[_Buffer]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-import numpy as np
-
 from jdelta._order.bound import lower_bound
 from jdelta._order.exact import solved
 from jdelta._order.lists import late
@@ -19,10 +17,10 @@ from jdelta._order.problem import Order, Problem
 from jdelta._order.segments import separators
 from jdelta._order.tails import updated_early
 
-LEAF = 40
-"""Operators in a row that is solved exactly."""
+LEAF = (40, 20, 10)
+"""Operators in a row that is solved exactly; fewer where it is too wide."""
 
-LEAVES = 16
+LEAVES = 64
 """Rows that are solved at most."""
 
 
@@ -63,28 +61,31 @@ def _refined(problem: Problem, order: list[int], bound: int) -> list[int]:
         place = int(timeline.argmax())
         if timeline[place] <= bound:
             break
-        row = _leaf(limits, order, place)
-        better = solved(problem, order, row)
+        rows = (_leaf(limits, order, place, size) for size in LEAF)
+        better = next(filter(None, (_solved(problem, order, row) for row in rows)), None)
         if better is None:
             break
-        changed = [*order[: row.start], *better, *order[row.stop :]]
-        if _profile(problem, changed, row) >= _profile(problem, order, row):
-            break
-        order = changed
+        order = better
     return order
 
 
-def _leaf(limits: list[int], order: list[int], place: int) -> range:
+def _solved(problem: Problem, order: list[int], row: range) -> list[int] | None:
+    """The order with a row solved, if that lowers the row's peak."""
+    better = solved(problem, order, row)
+    if better is None:
+        return None
+    changed = [*order[: row.start], *better, *order[row.stop :]]
+    inside = slice(row.start, row.stop)
+    before, after = (problem.timeline(o)[inside].max() for o in (order, changed))
+    return changed if after < before else None
+
+
+def _leaf(limits: list[int], order: list[int], place: int, size: int) -> range:
     """Places around one, as far as the next separators; what is beyond them need not be mixed in.
 
     A separator has the same place in every order.
     """
     at = bisect.bisect_right(limits, place)
-    start = max(0, place - LEAF // 2, limits[at - 1] if at else 0)
-    stop = min(len(order), start + LEAF, limits[at] + 1 if at < len(limits) else len(order))
+    start = max(0, place - size // 2, limits[at - 1] if at else 0)
+    stop = min(len(order), start + size, limits[at] + 1 if at < len(limits) else len(order))
     return range(start, stop)
-
-
-def _profile(problem: Problem, order: list[int], row: range) -> int:
-    """The peak inside a row of the order."""
-    return int(np.max(problem.timeline(order)[row.start : row.stop]))
