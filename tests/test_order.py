@@ -15,9 +15,12 @@ from jdelta._order.segments import CORE, branches, separators
 from jdelta._order.tails import early, updated_early
 from jdelta._order.validate import complaints
 
+settings.register_profile("order", deadline=None, max_examples=60)
+settings.load_profile("order")
+
 
 @st.composite
-def problems(draw, most=20):
+def problems(draw, most=16):
     """Any graph: operators with up to three predecessors, tensors that some of the next use."""
     count = draw(st.integers(1, most))
     before = [
@@ -57,7 +60,6 @@ def ancestors(problem, operator):
 # --- Any graph --------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=100)
 @given(problems())
 def test_arrangement_and_layout_are_valid(problem):
     found = arrange(problem)
@@ -69,13 +71,11 @@ def test_arrangement_and_layout_are_valid(problem):
     assert size >= found.peak
 
 
-@settings(deadline=None, max_examples=100)
 @given(problems(most=6))
 def test_small_graphs_are_ordered_best(problem):
     assert arrange(problem).peak == least(problem)
 
 
-@settings(deadline=None, max_examples=100)
 @given(problems(most=6))
 def test_no_order_goes_below_the_bound_of_any_operator(problem):
     timelines = [
@@ -86,7 +86,6 @@ def test_no_order_goes_below_the_bound_of_any_operator(problem):
         assert forced(problem, operator) <= cut(problem, operator).bytes <= here
 
 
-@settings(deadline=None, max_examples=100)
 @given(problems(most=7))
 def test_cut_is_what_can_have_run_with_the_fewest_bytes(problem):
     for operator in problem.program:
@@ -101,7 +100,6 @@ def test_cut_is_what_can_have_run_with_the_fewest_bytes(problem):
         assert alive - slack <= found.bytes <= alive
 
 
-@settings(deadline=None, max_examples=100)
 @given(problems(most=6), st.data())
 def test_rows_are_solved_best(problem, data):
     begin = data.draw(st.integers(0, len(problem)))
@@ -137,7 +135,6 @@ def test_branches_lead_to_one_end(problem):
         assert branch == CORE or ends(index) == {branch}
 
 
-@settings(deadline=None)
 @given(problems(), st.integers(0, 100))
 def test_passes_keep_to_the_dependences(problem, target):
     waits = {branch: len(problem) for branch in branches(problem)[::2] if branch != CORE}

@@ -80,8 +80,9 @@ def _layout(sizes: Ints, first: Ints, last: Ints, short: int) -> Ints:
     large = by_size[:small]
     memory = _Memory(int(last.max(initial=0)) + 1, short)
     is_short = last[large] - first[large] < short
-    for index in (*large[~is_short], *large[is_short]):
-        offsets[index] = memory.place(int(sizes[index]), int(first[index]), int(last[index]))
+    for chosen, place in ((~is_short, memory.place_long), (is_short, memory.place_short)):
+        for index in large[chosen]:
+            offsets[index] = place(int(sizes[index]), int(first[index]), int(last[index]))
     _stack(offsets, by_size[small:], sizes, first, last, memory.top)
     return offsets
 
@@ -136,26 +137,58 @@ class _Rows:
 
 
 class _Memory:
-    """What is placed already: long lives in one table, short ones in one for each stretch."""
+    """What is placed already: long lives in one table, short ones in one for each stretch.
 
-    def __init__(self, places: int, short: int):
-        self._stretch = short
+    Long ones are placed first. A short one then meets few of them that begin or end near it, and
+    the others as the few stretches of memory that they fill together.
+    """
+
+    def __init__(self, places: int, stretch: int):
+        self._stretch = stretch
         self._long = _Rows()
-        self._short = [_Rows() for _ in range(places // short + 1)]
+        self._short = [_Rows() for _ in range(places // stretch + 1)]
+        self._near: dict[int, tuple[Ints, _Rows]] = {}
         self.top = 0
 
-    def place(self, size: int, first: int, last: int) -> int:
+    def place_long(self, size: int, first: int, last: int) -> int:
         """The offset of the smallest gap that a tensor fits in; it is taken."""
-        begin, end = first // self._stretch, last // self._stretch
-        is_short = last - first < self._stretch
-        near = self._short[max(0, begin - 1) : end + 1]
-        tables = (self._long, *near) if is_short else (self._long,)
-        taken = np.concatenate([rows.meeting(first, last) for rows in tables])
+        return self._take(self._long.meeting(first, last), size, first, last, self._long)
+
+    def place_short(self, size: int, first: int, last: int) -> int:
+        """The same for a short life, after all long ones."""
+        begin = first // self._stretch
+        if begin not in self._near:
+            self._near[begin] = self._long_near(begin)
+        filled, others = self._near[begin]
+        near = self._short[max(0, begin - 1) : last // self._stretch + 1]
+        taken = [rows.meeting(first, last) for rows in (others, *near)]
+        return self._take(np.concatenate([filled, *taken]), size, first, last, self._short[begin])
+
+    def _take(self, taken: Ints, size: int, first: int, last: int, rows: _Rows) -> int:
         offset = _best_gap(taken, size)
-        rows = self._short[begin] if is_short else self._long
         rows.add(first, last, offset, offset + size)
         self.top = max(self.top, offset + size)
         return offset
+
+    def _long_near(self, begin: int) -> tuple[Ints, _Rows]:
+        """Memory that long lives fill all through two stretches, and the others alive there."""
+        first, last = begin * self._stretch, (begin + 2) * self._stretch - 1
+        rows = self._long.table[: self._long.count]
+        rows = rows[(rows[:, 0] <= last) & (rows[:, 1] >= first)]
+        through = (rows[:, 0] <= first) & (rows[:, 1] >= last)
+        others = rows[~through]
+        return _merged(rows[through, 2:]), _Rows(others, len(others))
+
+
+def _merged(spans: Ints) -> Ints:
+    """The same bytes in as few spans as can be."""
+    if not len(spans):
+        return spans
+    spans = spans[np.argsort(spans[:, 0])]
+    ends = np.maximum.accumulate(spans[:, 1])
+    starts = np.flatnonzero(np.concatenate([[True], spans[1:, 0] > ends[:-1]]))
+    stops = np.concatenate([starts[1:], [len(spans)]]) - 1
+    return np.stack([spans[starts, 0], ends[stops]], axis=1)
 
 
 def _best_gap(taken: Ints, size: int) -> int:
