@@ -178,7 +178,7 @@ def test_plan_reaches_budgets_below_the_floor_without_it(tmp_path):
     step, state, data = make(optax.adam(1e-2))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, data))
     arguments = sum(x.nbytes for x in jax.tree.leaves((state, data)))
-    budget = int(1.12 * arguments)
+    budget = int(1.25 * arguments)
     with pytest.raises(jdelta.BudgetError):
         jdelta.plan(step, budget, *shapes, donate_argnums=0)
     plan = jdelta.plan(step, budget, *shapes, donate_argnums=0, reorder=True)
@@ -193,8 +193,8 @@ def test_plan_reaches_budgets_below_the_floor_without_it(tmp_path):
 def test_plan_leaves_updates_where_nothing_is_gained():
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     step, state, data = make(optimizer)
-    plan = jdelta.plan(step, 0.95, state, data, donate_argnums=0, reorder=True)
-    same = jdelta.plan(step, 0.95, state, data, donate_argnums=0)
+    plan = jdelta.plan(step, None, state, data, donate_argnums=0, reorder=True)
+    same = jdelta.plan(step, None, state, data, donate_argnums=0)
     assert plan.updates_moved == 0
     assert plan.decisions == same.decisions
 
