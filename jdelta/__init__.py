@@ -27,6 +27,9 @@ from jdelta._plan import load as load
 from jdelta._plan import plan as plan
 from jdelta._remat import remat as remat
 from jdelta._residual import Residual as Residual
+from jdelta._schedule import Placement as Placement
+from jdelta._schedule import Schedule as Schedule
+from jdelta._schedule import schedule as schedule
 from jdelta._solver import Knapsack as Knapsack
 from jdelta._solver import Milp as Milp
 from jdelta._spill import Spill as Spill

@@ -82,6 +82,11 @@ def call_of(step: Callable[..., Any], static: Static, args: Sequence[Any], given
     return call
 
 
+def several(given: Any) -> tuple[Any, ...]:
+    """Numbers or names of arguments, where one alone may be given."""
+    return (given,) if isinstance(given, (int, str)) else tuple(given)
+
+
 def _bound(
     step: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:

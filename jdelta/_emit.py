@@ -27,6 +27,7 @@ from jdelta._spill import Store
 from jdelta._spilling import Emitted, Spilling, spilled
 from jdelta._target import Target, is_on_host
 from jdelta._timing import TIMED, timed
+from jdelta._updates import updated_in_loops
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Step:
         automatic: Whether its regions are found in the program.
         grouping: How its loops over layers are to be run.
         store: Where spilled values go.
+        updates_in_loops: Whether weight updates are to run inside the backward loops.
     """
 
     fun: Callable[..., Any]
@@ -52,6 +54,7 @@ class Step:
     automatic: bool = False
     grouping: Grouping = AS_WRITTEN
     store: Store | None = None
+    updates_in_loops: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,11 @@ def emit(step: Step, policy: Policy | None) -> Emission:
             traced = _again(step, traced, run)
         if policy.offloaded and platform in TIMED:
             traced = _again(step, traced, _timed(step, traced, least=policy.least))
-        if traced is not first:
-            graph = _graph(step, traced)
+    if step.updates_in_loops:
+        run = updated_in_loops(_jax.inline(traced.jaxpr), _donated_leaves(step))
+        traced = _again(step, traced, run) if run else traced
+    if traced is not first:
+        graph = _graph(step, traced)
 
     def lower() -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=(platform,))
@@ -165,6 +171,12 @@ def fixed_bytes(graph: Graph, step: Step) -> int:
     leaves: list[Any] = jax.tree.leaves([step.args[i] for i in step.donate])
     donated = sum(map(local_bytes, leaves))
     return inputs + outputs - min(outputs, donated)
+
+
+def _donated_leaves(step: Step) -> list[int]:
+    """Which of the flat arguments are donated."""
+    counts = [len(jax.tree.leaves(arg)) for arg in step.args]
+    return [sum(counts[:i]) + leaf for i in step.donate for leaf in range(counts[i])]
 
 
 def local_bytes(leaf: Any) -> int:

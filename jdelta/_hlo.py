@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}, \w+-alias\)")
 _WIDTH = re.compile(r"[a-z]+(\d+)")
 
 _DTYPES = {
@@ -172,10 +173,17 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled program."""
+    """A compiled program.
+
+    Attributes:
+        computations: Its computations by name.
+        entry: The one that runs.
+        aliases: From results to the arguments whose place they may take, both counted leaf by leaf.
+    """
 
     computations: dict[str, Computation]
     entry: Computation
+    aliases: dict[int, int] = field(default_factory=dict[int, int])
 
     def __getitem__(self, name: str) -> Computation:
         return self.computations[name]
@@ -200,7 +208,9 @@ def parse(text: str) -> Module:
         elif line.startswith("}") and header:
             computations[header["name"]] = _computation(header["name"], body)
             header = None
-    return Module(computations, computations[entry])
+    head = text[: text.find("\n")]
+    aliases = {int(result or 0): int(argument) for result, argument in _ALIAS.findall(head)}
+    return Module(computations, computations[entry], aliases)
 
 
 def _computation(name: str, body: list[tuple[bool, Instruction]]) -> Computation:

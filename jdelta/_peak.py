@@ -55,7 +55,7 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
         compiler: What compiles it.
     """
     roots = storage(graph, compiler)
-    sizes = _sizes(graph, compiler)
+    sizes = stored_sizes(graph, compiler)
     last = _last_reads(graph, roots)
     fixed = {r for v in (*graph.inputs, *graph.outputs) if v is not None for r in roots[v]}
     producers = graph.producers()
@@ -71,7 +71,7 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
         new = sum(sizes[v] for v in made)
         dying = Counter(sizes[v] for v in ends[index] if v not in made)
         over = dying & Counter(sizes[v] for v in made)  # buffers of one size
-        shared = sum(over.elements()) if _in_place(op, compiler) else 0
+        shared = sum(over.elements()) if overwrites(op, compiler) else 0
         inside = timeline(op.body, compiler).peak if op.body else compiler.workspace(graph, op)
         now += changes[index]
         live.append(now + new - shared + inside)
@@ -79,7 +79,8 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
     return Timeline(tuple(live), graph, last)
 
 
-def _sizes(graph: Graph, compiler: Compiler) -> list[int]:
+def stored_sizes(graph: Graph, compiler: Compiler) -> list[int]:
+    """For each value the bytes it takes in memory, if it is written there."""
     sizes = [compiler.bytes(value) for value in graph.values]
     narrow = read_narrowly(graph)
     for op in graph.operations:
@@ -110,7 +111,7 @@ def _conversions(graph: Graph, compiler: Compiler) -> list[int]:
     return changes
 
 
-def _in_place(op: Operation, compiler: Compiler) -> bool:
+def overwrites(op: Operation, compiler: Compiler) -> bool:
     """Whether the result may be written over an input that dies; a loop's stacked results never."""
     updates = ("dynamic_update_slice", "scatter", "scatter-add")
     return compiler.is_elementwise(op) or op.primitive in updates

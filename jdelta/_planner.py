@@ -165,7 +165,8 @@ class Search:
         self.solver = solver
         pins = frozenset(items.pinned.items())
         spill = step.store and step.store.spill
-        key = (trace.fingerprint, step.target.name, step.donate, items.problem, pins, spill)
+        way = step.donate, step.updates_in_loops, spill
+        key = (trace.fingerprint, step.target.name, way, items.problem, pins)
         self._known = before._known if before else _known.setdefault(key, {})
         self._errors = dict(before._errors) if before else {}
         self._emitted: dict[Policy | None, Emission] = {}

@@ -148,6 +148,7 @@ def summary_lines(plan: Plan) -> dict[str, str]:
         "on the host": _on_the_host(plan),
         "in files": _in_files(plan),
         "loops": _loops(plan.grouping),
+        "updates": _updates(plan.updates_moved),
         "overhead": f"{format_seconds(plan.overhead)} on a step of "
         f"{format_seconds(plan.step_seconds)} (predicted, "
         f"{100 * plan.overhead / (plan.step_seconds or 1):.1f} %)",
@@ -186,6 +187,10 @@ def _loops(grouping: Grouping) -> str:
         return ""
     how = "under one more checkpoint" if grouping.nested else "each decided for by itself"
     return f"{grouping.layers} layers in an iteration, {how}"
+
+
+def _updates(saved: int) -> str:
+    return f"inside the backward loops: {format_bytes(saved)} less" if saved else ""
 
 
 def format_seconds(seconds: float) -> str:

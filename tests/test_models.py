@@ -29,6 +29,7 @@ COUNTS = {
     "llama3-8b": 8_030_261_248,
     "mixtral-8x7b": 46_702_792_704,
     "t5-large": 737_668_096,
+    "unet": 31_030_593,
 }
 
 # One of every family, scanned where it can be, for speed; nano is the unrolled one.
@@ -41,6 +42,7 @@ TRAINED = [
     ("llama", True),
     ("mixtral", False),
     ("t5-large", True),
+    ("unet", False),
 ]
 RECOMPUTED = [
     ("nano", False),
@@ -112,7 +114,7 @@ def test_loss_falls(name, scan):
 
 def quiet(name):
     """Options that turn dropout off where there is any, so that few steps show progress."""
-    return {} if name in {"resnet50", "mlp", "llama", "mixtral"} else {"dropout": 0.0}
+    return {} if name in {"resnet50", "mlp", "llama", "mixtral", "unet"} else {"dropout": 0.0}
 
 
 @pytest.mark.parametrize(("name", "scan"), RECOMPUTED)

@@ -10,10 +10,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from . import bert, gpt2, llama, mixtral, mlp, resnet, t5, vit
+from . import bert, gpt2, llama, mixtral, mlp, resnet, t5, unet, vit
 from .case import Case, State, identity
 
-__all__ = ["MODELS", "Case", "State", "build", "checkpoint", "identity"]
+__all__ = ["MODELS", "Case", "State", "build", "checkpoint", "find", "identity"]
 
 MODELS: dict[str, Any] = {
     **gpt2.MODELS,
@@ -24,6 +24,7 @@ MODELS: dict[str, Any] = {
     **llama.MODELS,
     **mixtral.MODELS,
     **t5.MODELS,
+    **unet.MODELS,
 }
 
 

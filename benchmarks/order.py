@@ -1,0 +1,163 @@
+"""Operator order and memory layout: jdelta against program order, a greedy planner and an ILP.
+
+Each step is traced by its shapes, not compiled: operators run one by one and write their results
+in full, as in PyTorch; weights are updated by Adam in place. Memory is what the step allocates
+beside its arguments. The integer program gets `--limit` seconds for its order alone.
+
+    python -m benchmarks.order --json benchmarks/results/order.json
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+
+import jax
+import optax
+
+from benchmarks import comparators, record
+from benchmarks.models import find, identity
+from benchmarks.record import Row, mib
+from jdelta._graph import graph_of
+from jdelta._order import Problem, arena, arrange, layout, places_taken, problem_of
+
+NAMES = "resnet50 resnet101 bert-large t5-large vit-l gpt2-xl mixtral unet".split()
+BATCHES = (1, 32)
+HEADS = [
+    "model",
+    "batch",
+    "operators",
+    "program, online",
+    "greedy",
+    "jdelta",
+    "arena / peak",
+    "peak / bound",
+    "less than program",
+    "less than greedy",
+    "seconds",
+    "ILP",
+]
+
+
+SCALING = "gpt2-xl"
+TIMES = (1, 2, 4, 8)
+
+
+def problem(model: str, batch: int, layers: int = 1) -> Problem:
+    """The operators of a training step with Adam, of a model with `layers` times its layers."""
+    config = dataclasses.replace(find(model), batch=batch)
+    if layers > 1:
+        config = dataclasses.replace(config, layers=layers * config.layers)
+    case = config.case(model, identity)
+    optimizer = optax.adam(1e-3)
+
+    def step(params, opt, state, batch):
+        loss, grads = case.grads(state._replace(params=params), batch)
+        updates, opt = optimizer.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt, loss
+
+    params, opt = case.state.params, jax.eval_shape(optimizer.init, case.state.params)
+    rest = case.state._replace(params=(), opt=()), case.batch
+    closed = jax.make_jaxpr(step)(params, opt, *rest)
+    graph = graph_of(closed)
+    given = graph.inputs[len(graph.inputs) - len(jax.tree.leaves((params, opt, rest))) :]
+    donated = given[: len(jax.tree.leaves((params, opt)))]
+    return problem_of(graph, None, places_taken(graph, donated))
+
+
+def row(model: str, batch: int, layers: int, limit: float) -> Row:
+    """Plans one step; in the other ways too, unless it is one of more layers."""
+    posed = problem(model, batch, layers)
+    start = time.perf_counter()
+    found = arrange(posed)
+    ordered = time.perf_counter()
+    first, last = posed.lives(found.order)
+    offsets = layout(posed.bytes, first, last)
+    figures = {
+        "operators": len(posed),
+        "peak": found.peak,
+        "bound": found.bound,
+        "arena": arena(posed.bytes, offsets),
+        "order_seconds": ordered - start,
+        "layout_seconds": time.perf_counter() - ordered,
+        "program_peak": posed.peak(posed.program),
+    }
+    return figures if layers > 1 else {**figures, **others(posed, limit)}
+
+
+def others(posed: Problem, limit: float) -> Row:
+    """What other planners make of it."""
+    start = time.perf_counter()
+    order = comparators.greedy_list(posed)
+    greedy = comparators.greedy_layout(posed, order)
+    seconds = time.perf_counter() - start
+    return {
+        "program_online": comparators.online(posed, posed.program),
+        "greedy_peak": posed.peak(order),
+        "greedy_arena": greedy,
+        "greedy_seconds": seconds,
+        "ilp": dataclasses.asdict(comparators.integer_program(posed, limit)),
+    }
+
+
+def less(r: Row, than: str) -> float:
+    """The part of another planner's memory that jdelta spares."""
+    return 1 - r["arena"] / r[than]
+
+
+def cells(r: Row) -> list[str]:
+    """One line of the table; sizes in MiB."""
+    ilp = r["ilp"]
+    return [
+        r["model"],
+        str(r["batch"]),
+        str(r["operators"]),
+        mib(r["program_online"]),
+        mib(r["greedy_arena"]),
+        mib(r["arena"]),
+        f"{r['arena'] / r['peak']:.4f}",
+        f"{r['peak'] / r['bound']:.4f}",
+        f"{less(r, 'program_online'):.1%}",
+        f"{less(r, 'greedy_arena'):.1%}",
+        f"{r['order_seconds'] + r['layout_seconds']:.2f}",
+        f"{mib(ilp['peak'])} in {ilp['seconds']:.0f} s" if ilp["peak"] else "none",
+    ]
+
+
+def means(rows: list[Row]) -> str:
+    """The mean of what is spared, over models and batches."""
+    spared = [statistics.mean(less(r, k) for r in rows) for k in ("program_online", "greedy_arena")]
+    return f"mean: {spared[0]:.1%} less than program order, {spared[1]:.1%} less than greedy"
+
+
+def markdown(rows: list[Row]) -> str:
+    """The rows as the docs show them."""
+    plain = [r for r in rows if r["layers"] == 1]
+    scaled = [
+        [str(r["layers"]), str(r["operators"]), f"{r['order_seconds'] + r['layout_seconds']:.2f}"]
+        for r in rows
+        if r["model"] == SCALING and r["batch"] == 1
+    ]
+    return "\n\n".join(
+        [
+            record.table(HEADS, map(cells, plain)),
+            means(plain) if plain else "",
+            record.table([f"times the layers of {SCALING}", "operators", "seconds"], scaled),
+        ]
+    )
+
+
+def main() -> None:
+    made = record.parser(__doc__, NAMES)
+    made.add_argument("--limit", type=float, default=1800, help="seconds for the integer program")
+    options = record.options(made, markdown)
+    names = options.step or NAMES
+    jobs = [{"model": m, "batch": b, "layers": 1} for b in BATCHES for m in names]
+    jobs += [{"model": SCALING, "batch": 1, "layers": n} for n in TIMES[1:] if SCALING in names]
+    measure = functools.partial(row, limit=options.limit)
+    rows = record.run(jobs, measure, options.json)
+    print(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

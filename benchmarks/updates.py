@@ -1,0 +1,75 @@
+"""What does it spare to update weights inside the backward loop? Compiled peaks, both ways.
+
+Scanned models under JAX's own recompute of every layer, so that gradients and not activations make
+the peak, with Adam and no clipping: a global norm needs all gradients at once. Nothing is run.
+
+    python -m benchmarks.updates --target cuda:h100 --json benchmarks/results/updates.json
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+from benchmarks import record
+from benchmarks.models import build, checkpoint
+from benchmarks.record import Row, mib, share
+from jdelta._emit import Step, emit
+from jdelta._measure import measure
+from jdelta._target import resolve
+
+STEPS: dict[str, dict[str, Any]] = {
+    "gpt2": {"batch": 1, "dropout": 0.0},
+    "gpt2-large": {"batch": 1, "dropout": 0.0},
+    "llama": {"batch": 1},
+    "vit-l": {"batch": 8, "dropout": 0.0},
+}
+TARGETS = ("cuda:h100", "tpu:v5e:2x2")
+HEADS = ["step", "target", "arguments", "peak", "in the loop", "less", "gradients in loops"]
+
+
+def row(step: str, target: str) -> Row:
+    """Compiles one step both ways."""
+    case = build(step, remat=checkpoint(step, prevent_cse=False), scan=True, **STEPS[step])
+    optimizer = optax.adam(1e-3)
+
+    def train(state, rest):
+        params, opt = state
+        loss, grads = case.grads(rest[0]._replace(params=params), rest[1])
+        updates, opt = optimizer.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), loss
+
+    where = resolve(target)
+    state = case.state.params, jax.eval_shape(optimizer.init, case.state.params)
+    args = where.abstract((state, (case.state._replace(params=(), opt=()), case.batch)))
+    figures: Row = {}
+    for way in (False, True):
+        made = emit(Step(train, args, (0,), where, {}, updates_in_loops=way), None)
+        measured = measure(made.lower(), where, made.options)[1]
+        figures |= {"in_loop" if way else "peak": measured.peak, "arguments": measured.arguments}
+    stacked = case.state.params.get("h", {})
+    bytes_stacked = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stacked))
+    return {**figures, "stacked": bytes_stacked}
+
+
+def cells(r: Row) -> list[str]:
+    """One line of the table; sizes in MiB."""
+    sizes = [mib(r[name]) for name in ("arguments", "peak", "in_loop")]
+    spared = share(r["peak"] - r["in_loop"], r["peak"])
+    return [r["step"], r["target"], *sizes, spared, mib(r["stacked"])]
+
+
+def markdown(rows: list[Row]) -> str:
+    """The rows as the docs show them."""
+    return record.table(HEADS, map(cells, rows))
+
+
+def main() -> None:
+    options = record.options(record.parser(__doc__, STEPS, TARGETS), markdown)
+    jobs = record.jobs(options.target or TARGETS, options.step or STEPS)
+    rows = record.run(jobs, row, options.json)
+    record.show("weight updates inside the backward loop (MiB)", HEADS, map(cells, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What is to be ordered and laid out: operators and the tensors they make, as plain records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Order = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A buffer, from the operator that allocates it to the last one that reads or writes it.
+
+    Without users it is what an operator takes while it runs.
+
+    Attributes:
+        bytes: Its size.
+        maker: Index of the operator that allocates it.
+        users: Indices of the others that touch it, each of them dependent on the maker.
+        kept: Whether it stays to the end: it is a result.
+        name: What to call it.
+    """
+
+    bytes: int
+    maker: int
+    users: tuple[int, ...] = ()
+    kept: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A program as a directed acyclic graph of operators on tensors.
+
+    Operators are numbered in program order, which is topological. What is given from outside is no
+    tensor here: no order can free it.
+
+    Attributes:
+        predecessors: For each operator those that have to run before it.
+        tensors: What is allocated.
+        names: For each operator what to call it; empty when nobody asks.
+    """
+
+    predecessors: tuple[tuple[int, ...], ...]
+    tensors: tuple[Tensor, ...]
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for index, before in enumerate(self.predecessors):
+            if any(not 0 <= p < index for p in before):
+                raise ValueError(f"operator {index} does not come after what it needs: {before}")
+        for tensor in self.tensors:
+            if tensor.bytes < 0 or any(u <= tensor.maker for u in tensor.users):
+                raise ValueError(f"{tensor} is negative, or used before it is made")
+
+    def __len__(self) -> int:
+        return len(self.predecessors)
+
+    @property
+    def program(self) -> range:
+        """Program order."""
+        return range(len(self))
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """For each operator those that wait for it."""
+        after: list[list[int]] = [[] for _ in self.program]
+        for index, before in enumerate(self.predecessors):
+            for p in before:
+                after[p].append(index)
+        return tuple(map(tuple, after))
+
+    @cached_property
+    def made(self) -> tuple[tuple[int, ...], ...]:
+        """For each operator the tensors that it allocates."""
+        made: list[list[int]] = [[] for _ in self.program]
+        for index, tensor in enumerate(self.tensors):
+            made[tensor.maker].append(index)
+        return tuple(map(tuple, made))
+
+    @cached_property
+    def used(self) -> tuple[tuple[int, ...], ...]:
+        """For each operator the tensors that it uses, but for those it allocates."""
+        used: list[list[int]] = [[] for _ in self.program]
+        for index, tensor in enumerate(self.tensors):
+            for user in tensor.users:
+                used[user].append(index)
+        return tuple(map(tuple, used))
+
+    @cached_property
+    def bytes(self) -> Ints:
+        """For each tensor its size."""
+        return np.array([t.bytes for t in self.tensors], dtype=np.int64)
+
+    @cached_property
+    def kept(self) -> npt.NDArray[np.bool_]:
+        """For each tensor whether it stays to the end."""
+        return np.array([t.kept for t in self.tensors], dtype=bool)
+
+    @cached_property
+    def makers(self) -> Ints:
+        """For each tensor its maker."""
+        return np.array([t.maker for t in self.tensors], dtype=np.int64)
+
+    @cached_property
+    def uses(self) -> tuple[Ints, Ints]:
+        """All pairs of a tensor and a user of it, tensor by tensor."""
+        counts = [len(t.users) for t in self.tensors]
+        users = [u for t in self.tensors for u in t.users]
+        return np.repeat(np.arange(len(counts)), counts), np.array(users, dtype=np.int64)
+
+    def lives(self, order: Order) -> tuple[Ints, Ints]:
+        """For each tensor the first and the last place in an order at which it is alive."""
+        place = np.empty(len(self), dtype=np.int64)
+        place[np.asarray(order, dtype=np.int64)] = np.arange(len(self))
+        tensors, users = self.uses
+        first = place[self.makers]
+        last = first.copy()
+        np.maximum.at(last, tensors, place[users])
+        return first, np.where(self.kept, len(self) - 1, last)
+
+    def timeline(self, order: Order) -> Ints:
+        """Bytes alive while each operator runs, in the order given."""
+        first, last = self.lives(order)
+        changes = np.zeros(len(self) + 1, dtype=np.int64)
+        np.add.at(changes, first, self.bytes)
+        np.subtract.at(changes, last + 1, self.bytes)
+        return np.cumsum(changes)[:-1]
+
+    def peak(self, order: Order) -> int:
+        """Most bytes alive at once."""
+        return int(self.timeline(order).max(initial=0))

@@ -1,0 +1,45 @@
+"""Parts of a program that can be ordered by themselves."""
+
+from __future__ import annotations
+
+from jdelta._order.problem import Problem
+
+CORE = -1
+"""The branch of operators that lead to several ends."""
+
+
+def separators(problem: Problem) -> list[int]:
+    """Operators that all others either come before or after, in every order.
+
+    Best orders of what lies between them make the best order of the whole (ROAM). Found in one pass
+    over program order: all operators up to one lead to it if it is the only one of them without a
+    successor among them, since from any operator a path goes on until there is none. Likewise all
+    from it on depend on it if it is the only one of them without a predecessor among them.
+    """
+    count = len(problem)
+    ends, starts = [0] * (count + 1), [0] * (count + 1)
+    for index in problem.program:
+        first = min(problem.successors[index], default=count)
+        ends[index] += 1  # an end of the program up to here, till its first successor comes
+        ends[first] -= 1
+        last = max(problem.predecessors[index], default=-1)
+        starts[last + 1] += 1  # a start of the program from there on, till it comes itself
+        starts[index + 1] -= 1
+    found: list[int] = []
+    open_ends = open_starts = 0
+    for index in problem.program:
+        open_ends += ends[index]
+        open_starts += starts[index]
+        if open_ends == open_starts == 1:
+            found.append(index)
+    return found
+
+
+def branches(problem: Problem) -> list[int]:
+    """For each operator the end that all its dependents lead to: the index of a last operator."""
+    branch = list(problem.program)
+    for index in reversed(problem.program):
+        ends = {branch[after] for after in problem.successors[index]}
+        if ends:
+            branch[index] = ends.pop() if len(ends) == 1 else CORE
+    return branch

@@ -1,0 +1,82 @@
+"""A search for a plan with weight updates inside the backward loops, if that lowers the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from jdelta._budget import Budget
+from jdelta._emit import Step, emit
+from jdelta._errors import BudgetError
+from jdelta._layers import Planning
+from jdelta._measure import measure
+from jdelta._planner import Found, Search
+from jdelta._policy import Policy
+from jdelta._trace import Trace
+
+
+@dataclass(frozen=True)
+class Result:
+    """A search, the plan that it found, and what moving the updates is worth.
+
+    Attributes:
+        search: The search.
+        found: What it found.
+        saved: Bytes by which the compiled peak of the plan is lower with its updates moved; 0 where
+            they stay where they are.
+    """
+
+    search: Search
+    found: Found
+    saved: int = 0
+
+
+def result(planning: Planning, plain: Step, budget: Budget) -> Result:
+    """The better of two plans: with updates where they are, and inside the backward loops.
+
+    The latter is used only if the compiled peak of the same plan is lower for it.
+
+    Args:
+        planning: What a plan is to be found for.
+        plain: The step, to know what a budget that is a share is a share of.
+        budget: The budget.
+
+    Raises:
+        BudgetError: The budget is below the least peak that the step can reach either way.
+    """
+    if budget.share is not None:
+        budget = Budget(bytes=int(budget.share * _peak(plain, None)))
+    stay = _tried(lambda: Result(*planning.result(budget)))
+    moved = _tried(lambda: _moved(planning, budget))
+    both = [r for r in (stay, moved) if isinstance(r, Result)]
+    if not both:
+        assert isinstance(stay, BudgetError)
+        raise min((e for e in (stay, moved) if isinstance(e, BudgetError)), key=_floor)
+    return min(both, key=lambda r: (r.found.best.overhead, r.found.best.peak))
+
+
+def _tried(search: Callable[[], Result | None]) -> Result | BudgetError | None:
+    try:
+        return search()
+    except BudgetError as error:
+        return error
+
+
+def _moved(planning: Planning, budget: Budget) -> Result | None:
+    def step(trace: Trace) -> Step:
+        return replace(planning.step(trace), updates_in_loops=True)
+
+    search, found = replace(planning, step=step).result(budget)
+    policy = found.best.emission.policy
+    saved = _peak(replace(search.step, updates_in_loops=False), policy) - found.best.peak
+    return Result(search, found, saved) if saved > 0 else None
+
+
+def _peak(step: Step, policy: Policy | None) -> int:
+    """Compiled peak of a step under a policy."""
+    emission = emit(step, policy)
+    return measure(emission.lower(), step.target, emission.options)[1].peak
+
+
+def _floor(error: BudgetError) -> float:
+    return float("inf") if error.floor is None else error.floor

@@ -1,0 +1,213 @@
+"""``jdelta.schedule``: in which order a step's operators need the least memory, and how much."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jdelta import _jax
+from jdelta._budget import format_bytes
+from jdelta._call import Call, call_of, several
+from jdelta._fusion import Compiler
+from jdelta._graph import Graph, graph_of
+from jdelta._hlo import parse
+from jdelta._order import (
+    Problem,
+    arena,
+    arrange,
+    compiled_problem,
+    layout,
+    places_taken,
+    problem_of,
+)
+from jdelta._shardy import shardings_of
+from jdelta._target import is_on_host, resolve
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A tensor in memory.
+
+    Attributes:
+        operator: The operator that makes it.
+        kind: Its dtype and shape; ``"inside"`` for what an operator takes while it runs.
+        bytes: Its size.
+        offset: Where it begins.
+        first: Place in the order of the operator that makes it.
+        last: Place of the last operator that needs it.
+    """
+
+    operator: str
+    kind: str
+    bytes: int
+    offset: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order of a step's operators and a layout of what they make.
+
+    Bytes are per device, and of what the step allocates itself: temporaries, and results that take
+    no argument's place. They say what an allocator that follows the order would need; XLA follows
+    its own (``jdelta.schedule`` of a compiled step says how far that is from the best).
+
+    Attributes:
+        operators: Names of the operators, in the order found.
+        order: For each its place in program order.
+        timeline: Bytes alive while each runs.
+        peak: Most bytes alive at once.
+        program_peak: The same in program order; for a compiled program, in the compiler's order.
+        bound: Bytes that are alive at once in every order.
+        arena: Bytes that the tensors take at their offsets.
+        placements: The tensors.
+        resident: Bytes of arguments, which stay whatever the order.
+        allocated: Bytes that the compiler allocates for the same, for a compiled program.
+    """
+
+    operators: tuple[str, ...] = field(repr=False)
+    order: tuple[int, ...] = field(repr=False)
+    timeline: tuple[int, ...] = field(repr=False)
+    peak: int
+    program_peak: int
+    bound: int
+    arena: int
+    placements: tuple[Placement, ...] = field(repr=False)
+    resident: int
+    allocated: int | None = None
+
+    @property
+    def at_peak(self) -> tuple[Placement, ...]:
+        """What is alive at the peak, largest first."""
+        place = self.timeline.index(self.peak) if self.timeline else 0
+        alive = [p for p in self.placements if p.first <= place <= p.last]
+        return tuple(sorted(alive, key=lambda p: -p.bytes))
+
+    def __str__(self) -> str:
+        """What sets the peak, and the figures."""
+        return f"{_table(self)}\n\n{_figures(self)}"
+
+
+def schedule(
+    step_fn: Callable[..., Any] | jax.stages.Compiled,
+    *args: Any,
+    target: str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    fused: bool = True,
+) -> Schedule:
+    """Order the operators of a step so that their peak is low, and lay out what they make.
+
+    After ROAM (arXiv 2310.19295); see ``docs/order.md`` for the method. Nothing is compiled or run.
+
+    Args:
+        step_fn: Any function that ``jax.jit`` accepts; or a step that is compiled, of which XLA's
+            own order is compared with the best.
+        *args: Arguments of the step, as for ``jdelta.plan``; none for a compiled one.
+        target: As for ``jdelta.plan``.
+        donate_argnums: As for ``jax.jit``: results take the place of these arguments.
+        static_argnums: As for ``jax.jit``.
+        static_argnames: As for ``jax.jit``.
+        fused: Whether to model the fusion of the target's compiler; else each equation is an
+            operator that writes its results in full, as frameworks do that run them one by one.
+
+    Returns:
+        The order and the layout.
+
+    Raises:
+        TargetError: The target is unknown or its compiler is not installed.
+        TypeError: Arguments are given for a compiled step.
+    """
+    if isinstance(step_fn, jax.stages.Compiled):
+        if args or target is not None:
+            raise TypeError("a compiled step has its arguments and target: give no others")
+        return _of_compiled(step_fn)
+    static = (*several(static_argnums), *several(static_argnames))
+    call = call_of(step_fn, static, args, {})
+    where = resolve(target, call.args)
+    call = call.abstract(where)
+    graph, donated = _staged(call, call.donated(several(donate_argnums)), where.platform)
+    compiler = Compiler(where.platform) if fused else None
+    problem = problem_of(graph, compiler, places_taken(graph, donated))
+    return _schedule(problem, sum(graph.values[v].bytes for v in graph.inputs))
+
+
+def _staged(call: Call, donate: Sequence[int], platform: str) -> tuple[Graph, list[int]]:
+    """The program of a call, and which of its inputs are donated."""
+    closed = jax.make_jaxpr(call.fun)(*call.args)
+    graph = graph_of(closed, shardings_of(closed, call.args, platform))
+    counts = [len(jax.tree.leaves(arg)) for arg in call.args]
+    given = iter(graph.inputs[len(_jax.consts_of(closed)) :])
+    leaves = [[next(given) for _ in range(count)] for count in counts]
+    pairs = (zip(leaves[i], jax.tree.leaves(call.args[i]), strict=True) for i in donate)
+    return graph, [v for part in pairs for v, leaf in part if not is_on_host(leaf)]
+
+
+def _of_compiled(compiled: jax.stages.Compiled) -> Schedule:
+    stats: Any = compiled.memory_analysis()
+    made = _schedule(
+        compiled_problem(parse(compiled.as_text() or "")), stats.argument_size_in_bytes
+    )
+    own = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return dataclasses.replace(made, allocated=stats.temp_size_in_bytes + own)
+
+
+def _schedule(problem: Problem, resident: int) -> Schedule:
+    found = arrange(problem)
+    first, last = problem.lives(found.order)
+    offsets = layout(problem.bytes, first, last)
+    placements = tuple(
+        Placement(problem.names[t.maker], t.name, t.bytes, int(offset), int(begin), int(end))
+        for t, offset, begin, end in zip(problem.tensors, offsets, first, last, strict=True)
+        if t.bytes
+    )
+    return Schedule(
+        operators=tuple(problem.names[i] for i in found.order),
+        order=found.order,
+        timeline=tuple(problem.timeline(found.order).tolist()),
+        peak=found.peak,
+        program_peak=problem.peak(problem.program),
+        bound=found.bound,
+        arena=arena(problem.bytes, offsets),
+        placements=placements,
+        resident=resident,
+    )
+
+
+def _table(made: Schedule) -> str:
+    """The largest tensors alive at the peak."""
+    alive = made.at_peak
+    shown = [f"{format_bytes(p.bytes):>12}  {p.kind:<36}  {p.operator}" for p in alive[:_SHOWN]]
+    lines = [f"{'alive at the peak':<52}made by", *shown]
+    rest = sum(p.bytes for p in alive[_SHOWN:])
+    if rest:
+        lines.append(f"{format_bytes(rest):>12}  in {len(alive) - _SHOWN} others")
+    return "\n".join(lines)
+
+
+def _figures(made: Schedule) -> str:
+    lines = {
+        "operators": f"{len(made.order)}",
+        "peak": f"{format_bytes(made.peak)} ({format_bytes(made.program_peak)} in the order given; "
+        f"no order needs less than {format_bytes(made.bound)})",
+        "arena": f"{format_bytes(made.arena)}, {_percent(made.arena, made.peak)} over the peak",
+        "arguments": format_bytes(made.resident),
+    }
+    if made.allocated is not None:
+        lines["allocated"] = (
+            f"{format_bytes(made.allocated)}, "
+            f"{_percent(made.allocated, made.program_peak)} over what the compiler's order needs"
+        )
+    return "\n".join(f"{label:<14}{text}" for label, text in lines.items())
+
+
+def _percent(whole: int, part: int) -> str:
+    return f"{100 * (whole / part - 1) if part else 0:.1f} %"

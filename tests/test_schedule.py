@@ -1,0 +1,271 @@
+"""Schedules of real steps: what is counted, and how they compare with what XLA does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdelta
+from jdelta._fusion import Compiler
+from jdelta._graph import graph_of
+from jdelta._hlo import parse
+from jdelta._order import arena, arrange, compiled_problem, places_taken, problem_of
+from jdelta._order.validate import complaints
+from jdelta._peak import timeline
+
+F32 = jnp.float32
+MIB = 2**20
+
+
+def shape(*dims):
+    return jax.ShapeDtypeStruct(dims, F32)
+
+
+def checked(problem, schedule):
+    """A schedule's order and layout, by the checker."""
+    placed = iter(schedule.placements)
+    offsets = [next(placed).offset if t.bytes else 0 for t in problem.tensors]
+    return complaints(problem, schedule.order, schedule.peak, offsets, schedule.arena)
+
+
+def mlp(layers, width, batch, optimizer):
+    """A step of an unrolled stack, with the shapes of its arguments."""
+
+    def step(state, data):
+        params, opt = state
+
+        def loss(params):
+            x = data
+            for p in params:
+                x = x + jnp.tanh(x @ p["in"]) @ p["out"]
+            return jnp.mean(x**2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt = optimizer.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), value
+
+    params = [{"in": shape(width, 4 * width), "out": shape(4 * width, width)}] * layers
+    return step, (params, jax.eval_shape(optimizer.init, params)), shape(batch, width)
+
+
+def test_operators_write_their_results_in_full_where_nothing_is_fused():
+    def step(x):
+        return jnp.sum(jnp.exp(jnp.sin(x).reshape(1024, 256).T) * 2)
+
+    made = jdelta.schedule(step, shape(512, 512), target="tpu:v5e:2x2", fused=False)
+    assert list(made.operators) == ["sin", "exp", "mul", "reduce_sum"]
+    assert made.timeline == (MIB, 2 * MIB, 2 * MIB, MIB + 4)
+    assert made.peak == made.bound == 2 * MIB
+    assert made.arena == pytest.approx(2 * MIB, abs=4)
+    assert made.resident == MIB
+
+
+def test_fused_operators_write_nothing():
+    def step(x):
+        return jnp.sum(jnp.exp(jnp.sin(x)) * 2)
+
+    made = jdelta.schedule(step, shape(512, 512), target="tpu:v5e:2x2")
+    assert made.operators == ("reduce_sum",)
+    assert made.peak == 4
+
+
+def test_results_take_the_place_of_donated_arguments():
+    step, state, data = mlp(2, 64, 8, optax.adam(1e-3))
+    kept = jdelta.schedule(step, state, data, target="tpu:v5e:2x2")
+    given = jdelta.schedule(step, state, data, target="tpu:v5e:2x2", donate_argnums=0)
+    results = sum(x.size * 4 for x in jax.tree.leaves(state))
+    assert given.peak < results < kept.peak
+    assert kept.resident == given.resident > results
+
+
+def test_donated_argument_is_read_before_its_place_is_taken():
+    def step(w, x):
+        new = w + 1.0
+        return new, jnp.sin(w @ x)
+
+    closed = jax.make_jaxpr(step)(shape(256, 256), shape(256, 256))
+    graph = graph_of(closed)
+    taken = places_taken(graph, graph.inputs[:1])
+    assert taken == {graph.outputs[0]: graph.inputs[0]}
+    problem = problem_of(graph, None, taken)
+    assert problem.names == ("add", "dot_general", "sin")
+    assert problem.peak(problem.program) == 3 * 2**18, "read later: it has a buffer of its own"
+
+    def other(w, x):
+        y = jnp.sin(w @ x)
+        return w + 1.0, y
+
+    graph = graph_of(jax.make_jaxpr(other)(shape(256, 256), shape(256, 256)))
+    problem = problem_of(graph, None, places_taken(graph, graph.inputs[:1]))
+    assert problem.names == ("dot_general", "sin", "add")
+    assert problem.predecessors[2] == (0,)
+    assert problem.peak(problem.program) == 2 * 2**18
+
+
+def test_updates_run_early_and_sets_of_gradients_are_never_there_at_once():
+    step, state, data = mlp(12, 64, 4, optax.adam(1e-3))
+    made = jdelta.schedule(step, state, data, target="tpu:v5e:2x2", donate_argnums=0, fused=False)
+    gradients = sum(x.size * 4 for x in jax.tree.leaves(state[0]))
+    assert made.program_peak > 2 * gradients
+    assert made.bound <= made.peak < gradients / 4
+    assert made.arena <= 1.01 * made.peak
+
+
+def test_body_of_a_loop_is_taken_while_the_loop_runs():
+    def step(ws, x):
+        def body(x, w):
+            return jnp.tanh(jnp.sin(x @ w) @ w.T), None
+
+        return jax.lax.scan(body, x, ws)[0]
+
+    made = jdelta.schedule(step, shape(4, 256, 256), shape(256, 256), target="cpu", fused=False)
+    assert made.operators == ("scan",)
+    assert {p.kind: p.bytes for p in made.placements} == {
+        "float32[256,256]": 2**18,
+        "inside": 2 * 2**18,
+    }
+
+
+def test_effects_stay_in_their_order():
+    def step(x):
+        jax.debug.print("{}", jnp.sum(x))
+        y = jnp.sin(x)
+        jax.debug.print("{}", jnp.max(y))
+        return y
+
+    problem = problem_of(graph_of(jax.make_jaxpr(step)(shape(8))), None)
+    prints = [i for i, name in enumerate(problem.names) if "debug" in name]
+    assert len(prints) == 2
+    assert prints[0] in problem.predecessors[prints[1]]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_program_order_needs_what_the_simulation_says(platform):
+    step, state, data = mlp(3, 64, 64, optax.sgd(0.1))
+    graph = graph_of(jax.make_jaxpr(step)(state, data))
+    compiler = Compiler(platform)
+    problem = problem_of(graph, compiler)
+    results = sum(t.bytes for t in problem.tensors if t.kept)
+    simulated = timeline(graph, compiler).peak
+    assert simulated <= problem.peak(problem.program) <= simulated + results
+
+
+def test_table_says_what_sets_the_peak():
+    step, state, data = mlp(2, 64, 8, optax.adam(1e-3))
+    made = jdelta.schedule(step, state, data, target="tpu:v5e:2x2", donate_argnums=0)
+    text = str(made)
+    assert "no order needs less than" in text
+    assert made.at_peak[0].operator in text
+    assert sum(p.bytes for p in made.at_peak) == made.peak
+
+
+def test_same_step_same_schedule():
+    step, state, data = mlp(3, 64, 8, optax.adam(1e-3))
+    one, two = (jdelta.schedule(step, state, data, target="cpu") for _ in range(2))
+    assert one == two
+
+
+# --- Compiled programs ------------------------------------------------------------------------
+
+
+def compiled_step(layers, width, batch):
+    step, state, data = mlp(layers, width, batch, optax.adam(1e-3))
+    return jax.jit(step, donate_argnums=0).lower(state, data).compile()
+
+
+def test_compiled_program_is_compared_with_what_the_compiler_allocates():
+    compiled = compiled_step(4, 128, 512)
+    made = jdelta.schedule(compiled)
+    assert made.bound <= made.peak <= made.program_peak
+    assert made.resident == compiled.memory_analysis().argument_size_in_bytes
+    assert made.allocated == pytest.approx(made.program_peak, rel=0.1)
+    assert "over what the compiler's order needs" in str(made)
+    problem = compiled_problem(parse(compiled.as_text()))
+    assert checked(problem, made) == []
+
+
+def test_compiled_step_has_its_arguments():
+    with pytest.raises(TypeError, match="a compiled step has its arguments"):
+        jdelta.schedule(compiled_step(1, 8, 8), shape(8))
+
+
+LOOP = """HloModule loop, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
+
+%body (p: (s32[], f32[1024])) -> (s32[], f32[1024]) {
+  %p = (s32[], f32[1024]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[1024]{0} get-tuple-element(%p), index=1
+  %a = f32[1024]{0} custom-call(%x), custom_call_target="a"
+  %b = f32[1024]{0} custom-call(%a), custom_call_target="b"
+  ROOT %t = (s32[], f32[1024]{0}) tuple(%i, %b)
+}
+
+%condition (p: (s32[], f32[1024])) -> pred[] {
+  %p = (s32[], f32[1024]{0}) parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+ENTRY %main (w: f32[1024], v: f32[4,1024]) -> (f32[1024], f32[4,1024]) {
+  %w = f32[1024]{0} parameter(0)
+  %v = f32[4,1024]{1,0} parameter(1)
+  %zero = s32[] constant(0)
+  %copy = f32[1024]{0} copy(%w)
+  %host = f32[1024]{0:S(5)} copy(%copy)
+  %start = (s32[], f32[1024]{0}) tuple(%zero, %copy)
+  %loop = (s32[], f32[1024]{0}) while(%start), condition=%condition, body=%body
+  %out = f32[1024]{0} get-tuple-element(%loop), index=1
+  %new = f32[1024]{0} add(%w, %out)
+  %rows = f32[4,1024]{1,0} copy(%v)
+  %row = f32[1,1024]{1,0} bitcast(%out)
+  %put = f32[4,1024]{1,0} dynamic-update-slice(%rows, %row, %zero, %zero)
+  ROOT %both = (f32[1024]{0}, f32[4,1024]{1,0}) tuple(%new, %put)
+}
+"""
+
+
+def test_buffers_of_a_compiled_program():
+    """A loop works in place; host memory, bodies' results and aliased results take nothing."""
+    problem = compiled_problem(parse(LOOP))
+    row = 4096
+    made = {problem.names[t.maker]: t.bytes for t in problem.tensors}
+    assert made == {"copy": row, "loop": row, "rows": 4 * row}
+    order = dict(zip(problem.names, problem.timeline(problem.program).tolist(), strict=True))
+    assert order == {
+        "copy": row,
+        "host": row,
+        "loop": 2 * row,
+        "new": row,
+        "rows": 5 * row,
+        "put": 5 * row,
+    }
+    assert arrange(problem).peak == 5 * row
+
+
+def test_result_is_written_over_an_operand_that_dies():
+    text = LOOP.replace(
+        "%new = f32[1024]{0} add(%w, %out)",
+        "%new = f32[1024]{0} fusion(%copy), kind=kLoop, calls=%condition",
+    )
+    problem = compiled_problem(
+        parse(text.replace(", input_output_alias={ {0}: (0, {}, may-alias) }", ""))
+    )
+    sizes = {problem.names[t.maker]: t.bytes for t in problem.tensors}
+    assert sizes == {"copy": 4096, "loop": 4096, "new": 4096, "rows": 16384}, "read later"
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("target", ["cuda:h100", "tpu:v5e:2x2"])
+def test_xla_allocates_what_its_own_order_needs(target):
+    pytest.importorskip("jax_plugins.xla_cuda13" if "cuda" in target else "libtpu")
+    step, state, data = mlp(4, 512, 16384, optax.adam(1e-3))
+    where = jdelta._target.resolve(target)
+    args = where.abstract((state, data))
+    lowered = jax.jit(step, donate_argnums=0).trace(*args)
+    made = jdelta.schedule(lowered.lower(lowering_platforms=(where.platform,)).compile())
+    assert made.allocated == pytest.approx(made.program_peak, rel=0.1)
+    assert made.peak <= made.program_peak
+
+
+def test_arena_of_nothing():
+    assert arena(np.zeros(0, np.int64), np.zeros(0, np.int64)) == 0
