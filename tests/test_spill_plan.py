@@ -183,7 +183,7 @@ def test_memory_is_freed(scan, remat, spill):
 def test_spilling_alone_frees_as_many_bytes(spill):
     step, args = network()
     kept = {"block/mul_3": "save"}
-    names = ["block/dot_general", "block/tanh_1"]
+    names = ["block/dot_general"]  # read by the backward pass of every version of JAX
     near = jdelta.plan(
         step, 1.0, *args, spill=spill, pin=kept | dict.fromkeys(names, "save") | DROP
     )
