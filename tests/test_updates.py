@@ -12,6 +12,12 @@ from jdelta._updates import updated_in_loops
 
 LAYERS, WIDTH = 8, 64
 
+GAINS = jax.__version_info__ >= (0, 12)
+"""XLA:CPU of jax 0.10 copies stacks that a loop carries: there the peak rises, and a plan must not
+use it. XLA for TPUs and GPUs does not (``benchmarks/updates.py``)."""
+
+gains = pytest.mark.skipif(not GAINS, reason="XLA:CPU of jax 0.10 copies carried stacks")
+
 OPTIMIZERS = {
     "adam": optax.adam(1e-2),
     "adamw": optax.adamw(1e-2, weight_decay=0.1),
@@ -167,13 +173,14 @@ def test_plan_uses_it_where_the_compiled_peak_falls():
     step, state, data = make(optax.adam(1e-2))
     plain = jdelta.plan(step, None, state, data, donate_argnums=0)
     plan = jdelta.plan(step, None, state, data, donate_argnums=0, reorder=True)
-    assert plan.updates_moved == plain.compiled_peak - plan.compiled_peak > 0
+    assert plan.updates_moved == plain.compiled_peak - plan.compiled_peak
     assert plain.updates_moved == 0
-    assert "inside the backward loops" in str(plan)
+    assert (plan.updates_moved > 0) == ("inside the backward loops" in str(plan)) == GAINS
     copies = jax.tree.map(jnp.copy, state)
     assert_same(plan.jit()(copies, data), jax.jit(step)(state, data))
 
 
+@gains
 def test_plan_reaches_budgets_below_the_floor_without_it(tmp_path):
     step, state, data = make(optax.adam(1e-2))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, data))
@@ -199,6 +206,7 @@ def test_plan_leaves_updates_where_nothing_is_gained():
     assert plan.decisions == same.decisions
 
 
+@gains
 def test_reorder_reports_the_floor_of_the_better_way():
     step, state, data = make(optax.adam(1e-2))
     with pytest.raises(jdelta.BudgetError) as plain:

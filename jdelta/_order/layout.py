@@ -63,8 +63,8 @@ def _lowered(sizes: Ints, first: Ints, last: Ints, least: int) -> Iterator[Ints]
         for index in order:
             taken = rows.meeting(int(first[index]), int(last[index]))
             offsets[index] = _best_gap(taken, int(sizes[index]))
-            end = offsets[index] + sizes[index]
-            rows.add(first[index], last[index], offsets[index], end)
+            end = int(offsets[index] + sizes[index])
+            rows.add(int(first[index]), int(last[index]), int(offsets[index]), end)
         yield offsets
         above = (offsets + sizes)[order] > TIGHT * least
         if not above.any():
