@@ -95,6 +95,8 @@ class Plan:
         grouping: How the planned loops over layers are run. With several layers in an iteration
             these have decisions of their own (every second, every third...), or are under one
             more checkpoint (``nested``).
+        updates_moved: Bytes by which the compiled peak is lower because weight updates run inside
+            the backward loops; 0 where they stay where they are.
     """
 
     policy: Policy | None

@@ -12,6 +12,7 @@ import pytest
 
 import jdelta
 from jdelta import BudgetError, Decision, PlanMismatchError, TargetError, TraceError
+from jdelta._file import VERSION
 from jdelta._measure import measure
 from jdelta._target import resolve
 
@@ -204,10 +205,13 @@ def test_a_loaded_plan_refuses_another_program(half, tmp_path):
     ("damage", "says"),
     [
         (lambda text: text[: len(text) // 2], "damaged or no plan"),
-        (lambda text: "[1, 2]", "expected a jdelta plan of version 6, got version None"),
-        (lambda text: text.replace('"jdelta_plan": 6', '"jdelta_plan": 99'), "got version 99"),
+        (lambda text: "[1, 2]", f"expected a jdelta plan of version {VERSION}, got version None"),
+        (
+            lambda text: text.replace(f'"jdelta_plan": {VERSION}', '"jdelta_plan": 99'),
+            "got version 99",
+        ),
         (lambda text: json.dumps({**json.loads(text), "residuals": [{"name": 1}]}), "damaged at"),
-        (lambda text: json.dumps({"jdelta_plan": 6}), "damaged at"),
+        (lambda text: json.dumps({"jdelta_plan": VERSION}), "damaged at"),
         (lambda text: json.dumps({**json.loads(text), "budget": "a lot"}), "damaged at"),
     ],
 )
