@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, FuncFormatter, PercentFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator, PercentFormatter
 
 from jdelta._budget import format_bytes
 from jdelta._decision import Decision
@@ -43,6 +44,7 @@ def memory(plan: Plan) -> Figure:
     axes.xaxis.set_major_formatter(_SECONDS)
     axes.yaxis.set_major_formatter(_BYTES)
     axes.set(xlabel="predicted time", ylabel="live memory per device", ylim=(0, None))
+    axes.yaxis.set_major_locator(_round(axes.get_ylim()[1]))
     axes.legend(frameon=False)
     return figure
 
@@ -120,8 +122,14 @@ def frontier(found: Frontier, others: Mapping[str, Plan] | None = None) -> Figur
     axes.xaxis.set_major_formatter(_BYTES)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set(xlabel="compiled peak per device", ylabel="predicted overhead", xlim=(0, None))
+    axes.xaxis.set_major_locator(_round(axes.get_xlim()[1]))
     axes.legend(frameon=False)
     return figure
+
+
+def _round(most: float) -> MultipleLocator:
+    """Ticks at sizes that are powers of two."""
+    return MultipleLocator(2.0 ** math.floor(math.log2(max(most, 8.0) / 4)))
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
