@@ -28,7 +28,7 @@ def train_step(weights, x):
         return jnp.mean((y - jnp.roll(x, 1, axis=1)) ** 2)
 
     loss, grads = jax.value_and_grad(loss_fn)(weights)
-    return jax.tree.map(lambda w, g: w - g, weights, grads), loss
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
 
 
 def main() -> None:
