@@ -165,4 +165,4 @@ def test_values_are_called_by_their_names():
 
     found = trace(small.step, *small.make_args(8))
     names = set(labels(found.graph, found.plan_name).values())
-    assert {"unit/mlpwi", "unit/input"} <= names
+    assert {"unit/sin", "unit/input"} <= names
