@@ -1,6 +1,6 @@
 """The picture of the README: GPT-2 (unrolled, batch 8, length 512) on an H100.
 
-Everything in them is simulated or compiled ahead of time, without hardware.
+Everything in it is simulated or compiled ahead of time, without hardware.
 
     python -m benchmarks.pictures
 """

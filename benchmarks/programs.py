@@ -11,13 +11,15 @@ import jax
 import jdelta
 from benchmarks.models import Case
 from benchmarks.record import Row
+from jdelta._call import call_of
 from jdelta._cost import program_seconds
-from jdelta._emit import Step, emit
+from jdelta._emit import emit
 from jdelta._graph import Graph, graph_of
 from jdelta._measure import Measurement, measure
+from jdelta._planned import step_of
 from jdelta._shardy import shardings_of
 from jdelta._target import Target, resolve
-from jdelta._trace import trace, walk
+from jdelta._trace import walk
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,10 @@ def traced(case: Case, target: str) -> Program:
 
 def planned(case: Case, plan: jdelta.Plan) -> Program:
     """The step of a case under a plan that was made for it."""
-    where = resolve(plan.target)
-    placed = where.abstract((case.state, case.batch))
-    found = trace(case.step, *placed, platform=where.platform, grouping=plan.grouping)
-    aliases, donate = dict(plan.aliases), plan.donate_argnums
-    step = Step(case.step, placed, donate, where, aliases, found.automatic, plan.grouping)
+    call = call_of(case.step, plan.static, (case.state, case.batch), {})
+    step, _ = step_of(plan, call, plan.donate_argnums)
     emission = emit(step, plan.policy)
-    return Program(emission.timeline.graph, emission.lower, where, emission.options)
+    return Program(emission.timeline.graph, emission.lower, step.target, emission.options)
 
 
 def plan(case: Case, budget: float, target: str, **options: Any) -> tuple[Row, jdelta.Plan | None]:

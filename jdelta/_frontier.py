@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ class Frontier:
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
         """Compiled peak in bytes, and overhead as a part of the plain step, of each plan."""
-        return tuple((p.compiled_peak, p.overhead / (p.step_seconds or 1.0)) for p in self.plans)
+        return tuple((p.compiled_peak, p.overhead_share) for p in self.plans)
 
 
 def frontier(
@@ -49,25 +49,11 @@ def frontier(
         JdeltaError: What ``jdelta.plan`` raises, but that a budget is below the floor.
     """
     plans: list[Plan] = []
-    for made in each(step_fn, *args, budgets=budgets, **options):
-        if isinstance(made, int):
-            return Frontier(tuple(plans), made)
-        plans.append(made)
-    return Frontier(tuple(plans), None)
-
-
-def each(
-    step_fn: Callable[..., Any],
-    *args: Any,
-    budgets: Sequence[int | float | str],
-    **options: Any,
-) -> Iterator[Plan | int]:
-    """The plans one after the other as they are made; the floor where a budget is below it."""
     for budget in budgets:
         try:
-            yield plan(step_fn, budget, *args, **options)
+            plans.append(plan(step_fn, budget, *args, **options))
         except BudgetError as error:
             if error.floor is None:
                 raise
-            yield error.floor
-            return
+            return Frontier(tuple(plans), error.floor)
+    return Frontier(tuple(plans), None)

@@ -101,10 +101,9 @@ def largest(
                 raise
             tried.append((size, None, None))
             return False
-        added = made.overhead / made.step_seconds if made.step_seconds else 0.0
-        tried.append((size, made.compiled_peak, added))
+        tried.append((size, made.compiled_peak, made.overhead_share))
         plans[size] = made
-        return overhead is None or added <= overhead
+        return overhead is None or made.overhead_share <= overhead
 
     size = bisected(fits, step=step)
     return Largest(size, plans.get(size), tuple(tried))

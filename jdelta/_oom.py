@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jdelta._budget import format_bytes
-from jdelta._call import call_of
+from jdelta._call import call_of, several
 from jdelta._emit import Step, fixed_bytes, local_bytes
 from jdelta._errors import BudgetError
 from jdelta._fusion import Compiler
@@ -107,7 +107,7 @@ def explain_oom(
     Raises:
         JdeltaError: What ``jdelta.plan`` raises, but that no plan fits the memory.
     """
-    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    donate = several(donate_argnums)
     where = resolve(target, args)
     call = call_of(step_fn, (), args, {}).abstract(where)
     step = Step(call.fun, call.args, call.donated(donate), where, {})
@@ -170,11 +170,10 @@ def _remedies(step: Step, needed: int, made: Plan | None, floor: int | None) -> 
             f"Donate what the step returns anew (donate_argnums): up to {format_bytes(same)} less."
         )
     if made is not None and made.policy is not None:
-        share = made.overhead / (made.step_seconds or 1.0)
         yield (
             f"jdelta.jit(step_fn, budget={made.budget}) fits with a compiled peak of "
             f"{format_bytes(made.compiled_peak)}, for {format_seconds(made.overhead)} more a step "
-            f"({share:.1%}, predicted)."
+            f"({made.overhead_share:.1%}, predicted)."
         )
     if floor is not None:
         yield (

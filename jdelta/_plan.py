@@ -138,6 +138,11 @@ class Plan:
             return MappingProxyType({r.name: Decision.SAVE for r in self.residuals})
         return MappingProxyType({r.name: policy.decision(r.name) for r in self.residuals})
 
+    @property
+    def overhead_share(self) -> float:
+        """Predicted overhead as a part of the plain step."""
+        return self.overhead / self.step_seconds if self.step_seconds else 0.0
+
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
         """What ``jax.checkpoint`` is to do with the results of an equation."""
         if self.policy is None:

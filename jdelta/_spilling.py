@@ -165,17 +165,13 @@ class _Run:
                 return [self._write(name, inputs[0])]
         elif _transfer.crosses_to_device(eqn) and away:
             return [self._read(away[0], back)]
-        elif eqn.primitive.name == "scan" and (
-            away or _transfer.has_transfers(eqn.params["jaxpr"])
-        ):
-            return self._loop(eqn, inputs, back)
         elif _jax.is_shielded(eqn):
             return self._unit(eqn, inputs, back)
-        elif eqn.primitive.name == "shard_map" and (
-            away or any(map(_transfer.has_transfers, _jax.subjaxprs(eqn)))
-        ):
-            return self._mapped(eqn, inputs)
         if away or any(map(_transfer.has_transfers, _jax.subjaxprs(eqn))):
+            if eqn.primitive.name == "scan":
+                return self._loop(eqn, inputs, back)
+            if eqn.primitive.name == "shard_map":
+                return self._mapped(eqn, inputs)
             if _jax.is_call(eqn):
                 return self.program(_jax.inline(_jax.subjaxpr(eqn)), inputs)
             self._check(eqn, away)

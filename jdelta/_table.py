@@ -151,7 +151,7 @@ def summary_lines(plan: Plan) -> dict[str, str]:
         "updates": _updates(plan.updates_moved),
         "overhead": f"{format_seconds(plan.overhead)} on a step of "
         f"{format_seconds(plan.step_seconds)} (predicted, "
-        f"{100 * plan.overhead / (plan.step_seconds or 1):.1f} %)",
+        f"{100 * plan.overhead_share:.1f} %)",
         "result": plan.result,
     }
     return {label: text for label, text in lines.items() if text}

@@ -13,6 +13,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator, Perc
 
 from jdelta._budget import format_bytes
 from jdelta._decision import Decision
+from jdelta._errors import PlanMismatchError
 from jdelta._frontier import Frontier
 from jdelta._picture import Moment
 from jdelta._plan import Plan
@@ -86,8 +87,6 @@ def lanes(plan: Plan) -> Figure:
     Raises:
         PlanMismatchError: The plan was loaded from a file, or transfers nothing.
     """
-    from jdelta._errors import PlanMismatchError
-
     spans = plan.picture().lanes
     if not spans:
         raise PlanMismatchError("The plan keeps nothing on the host: there are no transfers.")
@@ -114,7 +113,7 @@ def frontier(found: Frontier, others: Mapping[str, Plan] | None = None) -> Figur
     peaks, added = zip(*found.points, strict=True) if found.points else ((), ())
     axes.plot(peaks, added, "o-", color=_PLANNED, label="jdelta")
     for name, plan in (others or {}).items():
-        point = plan.compiled_peak, plan.overhead / (plan.step_seconds or 1.0)
+        point = plan.compiled_peak, plan.overhead_share
         axes.plot(*point, "s", color=_PLAIN)
         axes.annotate(name, point, xytext=(6, 3), textcoords="offset points", fontsize=8)
     if found.floor:

@@ -159,7 +159,7 @@ def test_reads_that_were_begun_do_not_wait_for_each_other():
 
     def settle(*tokens):
         store.settle()
-        device.fault = lambda *_: time.sleep(1)
+        device.fault = lambda *_: time.sleep(3)
         return tokens
 
     @jax.jit
@@ -173,17 +173,17 @@ def test_reads_that_were_begun_do_not_wait_for_each_other():
     compiled = step.lower(x).compile()
     start = time.perf_counter()
     np.testing.assert_array_equal(compiled(x), 2)
-    assert 1 < time.perf_counter() - start < 1.8
+    assert 3 < time.perf_counter() - start < 5.5
 
 
 def test_the_step_does_not_wait_for_a_slow_device_and_queued_writes_are_cancelled():
-    store = open_store(adapter="memory", pool="32MiB", write_rate=4e6)
+    store = open_store(adapter="memory", pool="32MiB", write_rate=1e6)
     step = make_step(store).lower(X).compile()
     start = time.perf_counter()
     np.testing.assert_array_equal(step(X), expected())
     seconds = time.perf_counter() - start
     counters = store.counters()
-    assert seconds < PLANNED / 4e6 / 2  # the device alone would take three seconds
+    assert seconds < PLANNED / 1e6 / 2  # the device alone would take twelve seconds
     assert counters.waits == counters.late == counters.read == 0
     assert counters.forwarded >= PLANNED - 2 * MIB  # but for what was on its way already
     assert flow(store).written <= 2 * MIB
@@ -355,13 +355,11 @@ def test_checksum_sees_every_bit():
 
 @pytest.mark.parametrize("checksum", [True, False])
 def test_rates_are_those_of_the_device(checksum):
-    spill = Spill("", adapter="memory", write_rate=400e6, read_rate=200e6, checksum=checksum)
-    start = time.perf_counter()
+    # So slow that sleeping is nearly all of it, on a busy machine too.
+    spill = Spill("", adapter="memory", write_rate=40e6, read_rate=20e6, checksum=checksum)
     rates = measure_rates(spill)
-    seconds = time.perf_counter() - start
-    assert 0.5 * 400e6 < rates.write < 1.1 * 400e6
-    assert 0.5 * 200e6 < rates.read < 1.1 * 200e6
-    assert seconds < 3
+    assert 0.3 * 40e6 < rates.write < 1.1 * 40e6
+    assert 0.3 * 20e6 < rates.read < 1.1 * 20e6
     assert measure_rates(spill) is rates
 
 
@@ -373,11 +371,11 @@ def test_rates_of_a_directory(tmp_path):
 
 
 def test_busy_time_gives_the_rate_of_a_step():
-    store = open_store(adapter="memory", pool="2MiB", write_rate=200e6, read_rate=200e6)
+    store = open_store(adapter="memory", pool="2MiB", write_rate=40e6, read_rate=40e6)
     np.testing.assert_array_equal(make_step(store)(X), expected())
     counters = flow(store)
-    assert 0.5 * 200e6 < counters.written / (counters.writing * 1e-9) < 1.1 * 200e6
-    assert 0.5 * 200e6 < counters.read / (counters.reading * 1e-9) < 1.1 * 200e6
+    assert 0.3 * 40e6 < counters.written / (counters.writing * 1e-9) < 1.1 * 40e6
+    assert 0.3 * 40e6 < counters.read / (counters.reading * 1e-9) < 1.1 * 40e6
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

@@ -70,4 +70,4 @@ def _lanes(spans: Sequence[Span]) -> list[list[Any]]:
 
 
 def _point(name: str, plan: Plan) -> list[Any]:
-    return [name, plan.compiled_peak, plan.overhead / (plan.step_seconds or 1.0), plan.host_bytes]
+    return [name, plan.compiled_peak, plan.overhead_share, plan.host_bytes]

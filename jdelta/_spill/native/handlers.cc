@@ -75,6 +75,15 @@ ffi::Future Prefetch(ffi::RunId run, int32_t device, int64_t id, int64_t slot, S
   return Answer(id, [&](Store& store, Done) { return store.Prefetch(key); });
 }
 
+// What every handler is given first.
+auto Bound() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Attr<int64_t>("store")
+      .Attr<int64_t>("slot");
+}
+
 }  // namespace
 }  // namespace jdelta
 
@@ -83,31 +92,19 @@ JDELTA_EXPORT XLA_FFI_Error* jdelta_spill_read(XLA_FFI_CallFrame* frame);
 JDELTA_EXPORT XLA_FFI_Error* jdelta_spill_prefetch(XLA_FFI_CallFrame* frame);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_write, jdelta::Write,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::RunId>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
-                                  .Attr<int64_t>("store")
-                                  .Attr<int64_t>("slot")
+                              jdelta::Bound()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<jdelta::Scalar>()
                                   .Ret<jdelta::Scalar>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_read, jdelta::Read,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::RunId>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
-                                  .Attr<int64_t>("store")
-                                  .Attr<int64_t>("slot")
+                              jdelta::Bound()
                                   .Arg<jdelta::Scalar>()
                                   .Arg<jdelta::Scalar>()
                                   .Ret<xla::ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_prefetch, jdelta::Prefetch,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::RunId>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
-                                  .Attr<int64_t>("store")
-                                  .Attr<int64_t>("slot")
+                              jdelta::Bound()
                                   .Arg<jdelta::Scalar>()
                                   .Arg<jdelta::Scalar>()
                                   .Ret<jdelta::Scalar>());
