@@ -18,6 +18,7 @@ from jdelta._errors import OffloadError, PlanMismatchError
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
 from jdelta._jax import Jaxpr
+from jdelta._marks import NOTHING, Computed
 from jdelta._nest import walk
 from jdelta._peak import Timeline, timeline
 from jdelta._policy import Policy
@@ -70,6 +71,7 @@ class Emission:
             device.
         spilled: What it writes to files.
         pool: Bytes of device memory beside the program's: on a CPU, those on their way to files.
+        computed: The values that the policy decides about, by how often they are computed.
     """
 
     policy: Policy | None
@@ -79,6 +81,7 @@ class Emission:
     simulated: int
     spilled: Emitted
     pool: int = 0
+    computed: Computed = NOTHING
 
 
 def emit(step: Step, policy: Policy | None) -> Emission:
@@ -100,9 +103,9 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     platform = step.target.platform
     traced = first = _traced(jax.jit(planned, donate_argnums=step.donate), step, policy)
     graph = _graph(step, traced)
-    emitted = Emitted()
+    emitted, computed = Emitted(), NOTHING
     if policy is not None:
-        _check_names(policy, {str(op.name) for op, _ in walk(graph) if op.name})
+        computed = _computed(graph, policy)
         if step.grouping.layers > 1:
             run = functools.partial(_rows.evaluate, _jax.inline(traced.jaxpr))
             traced = _again(step, traced, run)
@@ -125,7 +128,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     pool = pool if platform == "cpu" else 0
     simulated = temporaries.peak + fixed_bytes(graph, step) + pool
     options = _options(step.target, policy, simulated)
-    return Emission(policy, temporaries, lower, options, simulated, emitted, pool)
+    return Emission(policy, temporaries, lower, options, simulated, emitted, pool, computed)
 
 
 def _spilled(
@@ -228,7 +231,15 @@ def _options(target: Target, policy: Policy | None, needed: int) -> dict[str, st
     }
 
 
-def _check_names(policy: Policy, found: set[str]) -> None:
+def _computed(graph: Graph, policy: Policy) -> Computed:
+    """How often the step computes what the policy decides about.
+
+    Raises:
+        PlanMismatchError: It does not compute all that the policy keeps.
+    """
+    named = [(str(op.name), op.again) for op, _ in walk(graph) if op.name]
+    found = {name for name, _ in named}
+    again = {name for name, is_again in named if is_again}
     missing = sorted(policy.kept - found)
     if missing:
         raise PlanMismatchError(
@@ -236,3 +247,5 @@ def _check_names(policy: Policy, found: set[str]) -> None:
             f"{', '.join(missing[:5])}. The plan was made for another program (or another version "
             "of JAX or Flax): plan this one again."
         )
+    decided = policy.kept | policy.recomputed
+    return Computed(frozenset(found - again) & policy.kept, frozenset(again) & decided)

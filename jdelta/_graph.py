@@ -18,6 +18,7 @@ import numpy as np
 
 from jdelta import _jax, _transfer
 from jdelta._jax import Atom, Eqn, Jaxpr, Var
+from jdelta._marks import RECOMPUTE
 from jdelta._naming import scope_path
 from jdelta._shardy import UNSHARDED, Shardings, Spec, local_shape
 
@@ -78,6 +79,7 @@ class Operation:
         name: The name that a ``name`` equation gives; None for everything else.
         backward: Whether it was made by transposition, so belongs to a backward pass.
         differentiated: Whether it is part of what the step differentiates, or of its derivative.
+        again: Whether it computes again what was dropped.
         scope: Module scopes it was traced under.
         times: How often it runs; more than one where its loop was unfolded around it.
     """
@@ -91,6 +93,7 @@ class Operation:
     name: str | None = None
     backward: bool = False
     differentiated: bool = False
+    again: bool = False
     scope: tuple[str, ...] = ()
     times: int = 1
     others: tuple[Graph, ...] = ()
@@ -195,6 +198,7 @@ class _Place:
 
     backward: bool = False
     differentiated: bool = False
+    again: bool = False
     scope: tuple[str, ...] = ()
 
     def below(self, eqn: Eqn) -> _Place:
@@ -203,6 +207,7 @@ class _Place:
         return _Place(
             self.backward or "transpose(" in stack,
             self.differentiated or "jvp(" in stack,
+            self.again or RECOMPUTE in stack,
             path if path[: len(self.scope)] == self.scope else (*self.scope, *path),
         )
 
@@ -273,6 +278,7 @@ class _Builder:
                 eqn.params,
                 backward=place.backward,
                 differentiated=place.differentiated,
+                again=place.again,
                 scope=place.scope,
                 times=self.times,
             )
@@ -337,6 +343,7 @@ class _Builder:
                 name=_jax.named_value(eqn),
                 backward=place.backward,
                 differentiated=place.differentiated,
+                again=place.again,
                 scope=place.scope,
                 times=self.times,
                 has_effects=bool(eqn.effects),

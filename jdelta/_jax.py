@@ -330,6 +330,12 @@ def name_stack(eqn: Eqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
+def in_scope(eqn: Eqn, scope: str) -> Eqn:
+    """An equation as if it was traced under one more scope."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
+
+
 @functools.cache
 def _name_jaxpr() -> Jaxpr:
     """A program of one ``checkpoint_name``, as a template, whatever ``jax_remat3`` says."""

@@ -13,6 +13,7 @@ import jax
 from jdelta import _cache
 from jdelta._hlo import parse
 from jdelta._host import buffers
+from jdelta._marks import NOTHING, Computed
 from jdelta._overlap import NO_TRANSFERS, Overlap, read_overlap
 from jdelta._stride import forward_fetches
 from jdelta._target import Target
@@ -69,6 +70,7 @@ class Measurement:
         overlap: What the schedule hides of the transfers between device and host.
         wrong_fetches: Instructions that fetch other rows from the host than the program asks for.
         host_buffers: Bytes of each buffer that the program allocates in host memory, largest first.
+        undone: Names of values that it keeps, or computes again, against what it was given.
     """
 
     peak: int
@@ -84,6 +86,7 @@ class Measurement:
     overlap: Overlap = NO_TRANSFERS
     wrong_fetches: tuple[str, ...] = ()
     host_buffers: tuple[int, ...] = ()
+    undone: tuple[str, ...] = ()
 
     @property
     def all_host(self) -> int:
@@ -96,6 +99,7 @@ def measure(
     target: Target,
     compiler_options: Mapping[str, str | bool] | None = None,
     *,
+    computed: Computed = NOTHING,
     executable: bool = False,
 ) -> tuple[jax.stages.Compiled | None, Measurement]:
     """Compiles a program and reads off its memory.
@@ -109,6 +113,7 @@ def measure(
             ``jax.jit`` are not seen here: hand them over as ``compiler_options``.
         target: What it is compiled for.
         compiler_options: Options of XLA for this program.
+        computed: Named values of the program, to be looked for in the compiled one.
         executable: Whether the compiled program is wanted.
 
     Returns:
@@ -120,23 +125,27 @@ def measure(
     """
     options = dict(compiler_options or {})
     if not target.ahead_of_time:
-        return _compile(lowered, target, options)
-    name = _name(lowered, target, options)
+        return _compile(lowered, target, options, computed)
+    name = _name(lowered, target, options, computed)
     known = None if executable else _read(name)
     if known is not None:
         return None, known
-    compiled, measurement = _compile(lowered, target, options)
+    compiled, measurement = _compile(lowered, target, options, computed)
     _cache.write("measurements", name, dataclasses.asdict(measurement))
     return compiled, measurement
 
 
-def _name(lowered: jax.stages.Lowered, target: Target, options: Mapping[str, Any]) -> str:
+def _name(
+    lowered: jax.stages.Lowered, target: Target, options: Mapping[str, Any], computed: Computed
+) -> str:
     """The cache's name for a program, the same in every process that lowers it."""
     return _cache.key(
         lowered.as_text(),
         target.name,
         repr(target.rates),
         repr(sorted(options.items())),
+        repr(sorted(computed.once)),
+        repr(sorted(computed.again)),
         *(os.environ.get(flags, "") for flags in _FLAGS),
         *(str(getattr(jax.config, setting, "")) for setting in _SETTINGS),
         *(_version(package) for package in _PACKAGES),
@@ -157,6 +166,7 @@ def _read(name: str) -> Measurement | None:
         record["overlap"] = Overlap.of_record(record["overlap"])
         record["wrong_fetches"] = tuple(record["wrong_fetches"])
         record["host_buffers"] = tuple(record["host_buffers"])
+        record["undone"] = tuple(record["undone"])
     except (KeyError, TypeError):
         return None
     fields = {f.name: get_origin(f.type) or f.type for f in dataclasses.fields(Measurement)}
@@ -166,7 +176,10 @@ def _read(name: str) -> Measurement | None:
 
 
 def _compile(
-    lowered: jax.stages.Lowered, target: Target, options: dict[str, str | bool]
+    lowered: jax.stages.Lowered,
+    target: Target,
+    options: dict[str, str | bool],
+    computed: Computed,
 ) -> tuple[jax.stages.Compiled | None, Measurement]:
     start = time.perf_counter()
     try:
@@ -176,7 +189,7 @@ def _compile(
         if needed is None:
             raise
         return None, _refused(needed, time.perf_counter() - start)
-    return compiled, _measured(compiled, target, time.perf_counter() - start)
+    return compiled, _measured(compiled, target, computed, time.perf_counter() - start)
 
 
 def needed_bytes(message: str) -> int | None:
@@ -204,7 +217,9 @@ def _refused(needed: int, seconds: float) -> Measurement:
     )
 
 
-def _measured(compiled: jax.stages.Compiled, target: Target, seconds: float) -> Measurement:
+def _measured(
+    compiled: jax.stages.Compiled, target: Target, computed: Computed, seconds: float
+) -> Measurement:
     stats: Any = compiled.memory_analysis()
     total: int = (
         stats.argument_size_in_bytes
@@ -222,15 +237,21 @@ def _measured(compiled: jax.stages.Compiled, target: Target, seconds: float) -> 
         host_outputs=stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes,
         refused=False,
         seconds=seconds,
-        **_host(compiled, target, stats.host_temp_size_in_bytes),
+        **_read_off(compiled, target, computed, stats.host_temp_size_in_bytes),
     )
 
 
-def _host(compiled: jax.stages.Compiled, target: Target, reported: int) -> dict[str, Any]:
-    """What the program holds on the host and moves there; the text is read only if it does."""
-    if not reported:
+def _read_off(
+    compiled: jax.stages.Compiled, target: Target, computed: Computed, reported: int
+) -> dict[str, Any]:
+    """What only the text says: which names are undone, what is on the host and moved there."""
+    if not reported and computed == NOTHING:
         return {"host": 0}
-    program = parse(compiled.as_text() or "")
+    text = compiled.as_text() or ""
+    undone = computed.undone(text)
+    if not reported:
+        return {"host": 0, "undone": undone}
+    program = parse(text)
     wrong = forward_fetches(program) if target.platform == "cuda" else ()
     there = buffers(program)
     return {
@@ -238,6 +259,7 @@ def _host(compiled: jax.stages.Compiled, target: Target, reported: int) -> dict[
         "host_buffers": there,
         "overlap": read_overlap(program, target.rates),
         "wrong_fetches": tuple(wrong),
+        "undone": undone,
     }
 
 

@@ -16,16 +16,18 @@ from typing import Any
 
 from jdelta import _jax
 from jdelta._jax import Atom, Eqn, Jaxpr, Var
+from jdelta._marks import RECOMPUTE, is_mark, marked
 from jdelta._primitives import VIEWS
 
 _TRANSFORM = re.compile(r"\w+\(([^()]*)\)")
 
 
 def scope_path(stack: str) -> tuple[str, ...]:
-    """Scopes of a name stack without the marks of transformations such as ``jvp(...)``."""
+    """Scopes of a name stack without those of transformations such as ``jvp(...)``, and marks."""
     while _TRANSFORM.search(stack):
         stack = _TRANSFORM.sub(r"\1", stack)
-    return tuple(part for part in stack.split("/") if part and part != "rematted_computation")
+    parts = stack.split("/")
+    return tuple(part for part in parts if part and part != RECOMPUTE and not is_mark(part))
 
 
 class RegionName(str):
@@ -137,7 +139,7 @@ class _Rewrite:
         if names_inputs and not loops and not conditional:
             self._inputs(inner.invars, inner.eqns)
         self._equations(inner.eqns, path)
-        self.eqns = _with_buffers_named(self.eqns)
+        self.eqns = marked(_with_buffers_named(self.eqns))
         self.outvars = [self._now(v) for v in inner.outvars]
 
     def result(self) -> Jaxpr:

@@ -95,6 +95,9 @@ class Plan:
         grouping: How the planned loops over layers are run. With several layers in an iteration
             these have decisions of their own (every second, every third...), or are under one
             more checkpoint (``nested``).
+        undone: Names of residuals that the compiled program keeps though the plan recomputes them,
+            or computes again though the plan keeps them; found by the marks that named values have
+            in its text.
         updates_moved: Bytes by which the compiled peak is lower because weight updates run inside
             the backward loops; 0 where they stay where they are.
     """
@@ -124,6 +127,7 @@ class Plan:
     spill_rates: SpillRates | None
     aliases: tuple[tuple[str, str], ...] = field(repr=False)
     grouping: Grouping
+    undone: tuple[str, ...]
     updates_moved: int
     _step: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
     _call: Call | None = field(default=None, repr=False, compare=False)
@@ -594,6 +598,7 @@ def _plan(
         spill_rates=rates,
         aliases=tuple(found.aliases.items()),
         grouping=found.grouping,
+        undone=measurement.undone,
         updates_moved=chosen.saved,
         _step=step_fn,
         _call=call,

@@ -126,8 +126,13 @@ def _compiled(
     """The program, what the compiler says of it, and its peak with what spilling holds beside."""
     step, _ = step_of(plan, call, donate)
     emission = emit(step, plan.policy)
-    options = emission.options
-    program, measurement = measure(emission.lower(), step.target, options, executable=True)
+    program, measurement = measure(
+        emission.lower(),
+        step.target,
+        emission.options,
+        computed=emission.computed,
+        executable=True,
+    )
     return program, measurement, measurement.peak + emission.pool
 
 

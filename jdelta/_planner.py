@@ -405,7 +405,9 @@ class Search:
         what = "the plain step" if candidate.decisions is None else "a plan"
         predicted = format_bytes(candidate.predicted)
         _LOG.info("compiling %s (program %d), %s predicted", what, self.compiles, predicted)
-        compiled, measurement = measure(emission.lower(), self.step.target, emission.options)
+        compiled, measurement = measure(
+            emission.lower(), self.step.target, emission.options, computed=emission.computed
+        )
         _LOG.info("%s takes %s", what, format_bytes(measurement.peak))
         candidate = replace(candidate, measurement=measurement, compiled=compiled)
         if candidate.decisions is not None and candidate.peak <= OUTLIER * candidate.predicted:

@@ -149,6 +149,7 @@ def summary_lines(plan: Plan) -> dict[str, str]:
         "in files": _in_files(plan),
         "loops": _loops(plan.grouping),
         "updates": _updates(plan.updates_moved),
+        "undone": _undone(plan.undone),
         "overhead": f"{format_seconds(plan.overhead)} on a step of "
         f"{format_seconds(plan.step_seconds)} (predicted, "
         f"{100 * plan.overhead_share:.1f} %)",
@@ -191,6 +192,13 @@ def _loops(grouping: Grouping) -> str:
 
 def _updates(saved: int) -> str:
     return f"inside the backward loops: {format_bytes(saved)} less" if saved else ""
+
+
+def _undone(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"by the compiler, which keeps or recomputes otherwise: {', '.join(names[:3])}{more}"
 
 
 def format_seconds(seconds: float) -> str:

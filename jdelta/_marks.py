@@ -1,0 +1,102 @@
+"""The names of values in the text of a compiled program.
+
+Every equation that makes a named value carries a mark in its name stack, which compilers keep as
+the ``op_name`` of an instruction, inside of fusions too: ``…/mlp/~h_0.mlp.tanh~/tanh``. So what
+became of a name can be read in the program, and found in its dump or profile by a person.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jdelta import _jax
+from jdelta._jax import Eqn
+from jdelta._primitives import VIEWS
+
+RECOMPUTE = "rematted_computation"
+"""The scope that ``jax.checkpoint`` puts what it computes again under."""
+
+_SIGN = "~"
+"""Before and after a name."""
+
+_CLONE = ".remat"
+"""In the name of what XLA's own rematerialisation computes again."""
+
+_CALLED = re.compile(r"\bcalls=%?([\w.\-]+)")
+_HEADER = re.compile(r"%?([\w.\-]+) ")
+_INSTRUCTION = re.compile(r'\s+(?:ROOT )?%?(\S+) = .*?op_name="([^"]*)"')
+_MARK = re.compile(f"{_SIGN}([^{_SIGN}]*){_SIGN}")
+
+
+def is_mark(scope: str) -> bool:
+    """Whether a scope was put there by ``marked``."""
+    return scope.startswith(_SIGN)
+
+
+def marked(eqns: Sequence[Eqn]) -> list[Eqn]:
+    """Equations with a mark on each that makes a value which one of them names."""
+    makers = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    result = list(eqns)
+    for eqn in eqns:
+        name = _jax.named_value(eqn)
+        maker = makers.get(eqn.invars[0]) if name else None
+        if name and maker is not None and result[maker].primitive.name not in VIEWS:
+            result[maker] = _jax.in_scope(result[maker], _SIGN + _spelled(name) + _SIGN)
+    return result
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The named values of a program, by how often it computes them.
+
+    Attributes:
+        once: Names of values that are kept.
+        again: Names of values that are computed again.
+    """
+
+    once: frozenset[str] = frozenset()
+    again: frozenset[str] = frozenset()
+
+    def undone(self, text: str) -> tuple[str, ...]:
+        """Names that a compiled program keeps or computes again against what it was given.
+
+        A name that is nowhere in it was simplified away, or is in a computation that stands for
+        several equal ones (XLA:GPU has these once): nothing is said of it.
+
+        Args:
+            text: The compiled program, with metadata.
+        """
+        first: set[str] = set()
+        again: set[str] = set()
+        for instruction, op_name in _told_apart(text):
+            is_again = RECOMPUTE in op_name or _CLONE in instruction
+            (again if is_again else first).update(_MARK.findall(op_name))
+        kept = (name for name in self.again if _spelled(name) in first - again)
+        remade = (name for name in self.once if _spelled(name) in again)
+        return tuple(sorted((*kept, *remade)))
+
+
+NOTHING = Computed()
+"""What the plain step has: no names."""
+
+
+def _spelled(name: str) -> str:
+    """A name as one scope."""
+    return name.replace("/", ".")
+
+
+def _told_apart(text: str) -> Iterator[tuple[str, str]]:
+    """Marked instructions and their ``op_name``, but for those of computations called repeatedly.
+
+    Line by line, since reading a large program as a ``Module`` takes longer than compiling it.
+    """
+    calls = Counter(_CALLED.findall(text))
+    is_shared = False
+    for line in text.splitlines():
+        if line.endswith("{") and (header := _HEADER.match(line)):
+            is_shared = calls[header[1]] > 1
+        elif _SIGN in line and not is_shared and (found := _INSTRUCTION.match(line)):
+            yield found[1], found[2]

@@ -1,0 +1,77 @@
+"""What became of named values, read off compiled programs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jdelta
+from jdelta._marks import Computed
+from jdelta._policy import Policy
+from tests.compilers import TARGETS
+
+PROGRAM = """HloModule fates
+
+%shared (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %e = f32[8]{0} exponential(%a), metadata={op_name="jit(f)/jvp(h)/~h.shared~/exp"}
+}
+
+%fused (b: f32[8]) -> f32[8] {
+  %b = f32[8]{0} parameter(0)
+  ROOT %t = f32[8]{0} tanh(%b), metadata={op_name="jit(f)/jvp(h/~h.tanh~)/tanh"}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %one = f32[8]{0} fusion(%x), kind=kLoop, calls=%shared, metadata={op_name="jit(f)/exp"}
+  %two = f32[8]{0} fusion(%one), kind=kLoop, calls=%shared, metadata={op_name="jit(f)/exp"}
+  %y = f32[8]{0} fusion(%two), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/tanh"}
+  %s.remat = f32[8]{0} sine(%y), metadata={op_name="jit(f)/jvp(h)/~h.sin~/sin"}
+  %s = f32[8]{0} sine(%y), metadata={op_name="jit(f)/jvp(h)/~h.sin~/sin"}
+  ROOT %c = f32[8]{0} cosine(%s), metadata={op_name="f/rematted_computation/h/~h.cos~/cos"}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("once", "again", "undone"),
+    [
+        ({"h/tanh"}, {"h/cos"}, ()),
+        ({"h/cos"}, {"h/tanh"}, ("h/cos", "h/tanh")),
+        ({"h/sin"}, set(), ("h/sin",)),  # recomputed by XLA itself
+        (set(), {"h/sin"}, ()),
+        (set(), {"h/shared", "h/folded"}, ()),  # stands for several; is not there
+    ],
+)
+def test_fates_of_names_in_a_program(once, again, undone):
+    assert Computed(frozenset(once), frozenset(again)).undone(PROGRAM) == undone
+
+
+def step(w, x):
+    def loss(w):
+        y = x
+        for row in w:
+            y = jdelta.remat(lambda y, row=row: y + jnp.tanh(y @ row), name="layer")(y)
+        return jnp.mean(y**2)
+
+    return w - jax.grad(loss)(w)
+
+
+SHAPES = (
+    jax.ShapeDtypeStruct((3, 256, 256), "float32"),
+    jax.ShapeDtypeStruct((8192, 256), "float32"),
+)
+
+
+def test_recompute_that_a_compiler_undoes_is_reported(monkeypatch):
+    monkeypatch.setattr(Policy, "prevents_cse", lambda *_: False)
+    plan = jdelta.plan(step, None, *SHAPES, pin={"*": "recompute"})
+    assert "layer_1/dot_general" in plan.undone
+    assert "undone        by the compiler" in str(plan)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("target", TARGETS)
+def test_compilers_for_accelerators_undo_nothing(target):
+    plan = jdelta.plan(step, None, *SHAPES, pin={"*": "recompute"}, target=target)
+    assert plan.undone == ()
