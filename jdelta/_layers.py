@@ -11,12 +11,13 @@ from typing import Any
 
 from jdelta._boundary import with_boundaries
 from jdelta._budget import Budget
+from jdelta._candidate import Found
 from jdelta._decision import Decision
 from jdelta._emit import Step
 from jdelta._errors import BudgetError
 from jdelta._hand import decisions_of
 from jdelta._items import items_of
-from jdelta._planner import EARLY, GROUPS, MOST_COMPILES, Found, Search
+from jdelta._planner import EARLY, GROUPS, MOST_COMPILES, Search
 from jdelta._region import AS_WRITTEN, Grouping
 from jdelta._residual import Residual
 from jdelta._solver import Solver

@@ -16,6 +16,7 @@ import jax
 from jdelta import _file, _reordered
 from jdelta._budget import format_bytes, parse_budget, parse_host_budget
 from jdelta._call import Call, Static, call_of, described, several
+from jdelta._candidate import Found
 from jdelta._cost import program_seconds
 from jdelta._decision import Decision
 from jdelta._emit import Step
@@ -28,7 +29,6 @@ from jdelta._measure import Measurement
 from jdelta._overlap import Overlap
 from jdelta._picture import Picture, picture
 from jdelta._planned import PlannedStep, compiled
-from jdelta._planner import Found
 from jdelta._policy import Policy
 from jdelta._region import Grouping
 from jdelta._report import page

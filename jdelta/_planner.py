@@ -6,21 +6,19 @@ import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from jdelta._budget import Budget, format_bytes
+from jdelta._candidate import GOOD_USE, Candidate, Found, not_there, too_small, wrong_order
 from jdelta._decision import Decision
 from jdelta._emit import Emission, Step, emit
 from jdelta._errors import BudgetError, OffloadError, SpillError
-from jdelta._graph import labels
 from jdelta._host import without_place
 from jdelta._items import Items
-from jdelta._measure import Measurement, measure
-from jdelta._peak import Timeline
+from jdelta._measure import measure
 from jdelta._policy import Policy
 from jdelta._region import Grouping
 from jdelta._solution import Outcome
@@ -73,64 +71,6 @@ by the instructions of a compiled GPT-2 (jax 0.12.0.1, cuda:h100, three layers).
 
 WORTH = 0.005
 """Part of the regions' forward pass that more layers in an iteration must save to be worth it."""
-
-GOOD_USE = 0.97
-"""Share of the budget that a plan should use before the search for a faster one ends."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Decisions, and what is known of the step they make.
-
-    Attributes:
-        decisions: One for each residual; None stands for the plain step.
-        overhead: Predicted seconds they add to the step.
-        emission: The traced step.
-        measurement: What the compiler says, once asked.
-        compiled: The executable, where the devices are attached.
-        predicted: Peak predicted before it was compiled, bytes per device.
-        outcome: How the solver ended; None for the plain step.
-    """
-
-    decisions: Mapping[str, Decision] | None
-    overhead: float
-    emission: Emission
-    predicted: int
-    outcome: Outcome | None = None
-    measurement: Measurement | None = None
-    compiled: jax.stages.Compiled | None = None
-
-    @property
-    def peak(self) -> int:
-        """Compiled peak and what spilling holds beside it, bytes per device."""
-        assert self.measurement is not None
-        return self.measurement.peak + self.emission.pool
-
-
-@dataclass(frozen=True)
-class Found:
-    """Outcome of a search.
-
-    Attributes:
-        best: The plan to use.
-        budget: The budget in bytes.
-        floor: Least peak that recomputing everything reaches; the plain step's where that fits.
-        ceiling: Peak of the plain step.
-        estimates: Which of "floor" and "ceiling" were not compiled, so are predictions.
-        compiles: How many programs were compiled (or read from the cache of measurements).
-    """
-
-    best: Candidate
-    budget: int
-    floor: int
-    ceiling: int
-    estimates: tuple[str, ...]
-    compiles: int
-
-    @property
-    def is_good(self) -> bool:
-        """Whether the budget is used, or nothing is left to use it for."""
-        return self.best.peak >= GOOD_USE * self.budget or not self.best.overhead
 
 
 class Search:
@@ -257,7 +197,7 @@ class Search:
         if floor.peak > bound and self.items.deep:
             floor = self._deep_floor(floor)
         if floor.peak > bound:
-            raise _too_small(bound, floor)
+            raise too_small(bound, floor)
         return floor
 
     def _deep_floor(self, floor: Candidate) -> Candidate:
@@ -437,7 +377,9 @@ class Search:
         if measurement.refused or not (missing or wrong):
             return False
         if self.items.pinned.keys() & away.keys():
-            raise OffloadError(_wrong(wrong) if wrong else _missing(missing, away, measurement))
+            raise OffloadError(
+                wrong_order(wrong) if wrong else not_there(missing, away, measurement)
+            )
         return True
 
     def _better_without_offload(self, candidate: Candidate) -> bool:
@@ -477,41 +419,3 @@ def _margin(excess: int, bound: int, *, safe: bool) -> int:
     """How far below the budget to aim, after a plan exceeded it; ``safe`` on the last try."""
     excess = min(excess, bound // 10)
     return 2 * excess + bound // 50 if safe else excess // 4 + bound // 100
-
-
-def _missing(names: Sequence[str], away: Mapping[str, int], measurement: Measurement) -> str:
-    others = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return (
-        f"The plan puts {format_bytes(sum(away.values()))} on the host, but the compiled program "
-        f"holds {format_bytes(measurement.host)} there: the compiler keeps {', '.join(names[:5])}"
-        f"{others} on the device. Take these out of pin=."
-    )
-
-
-def _wrong(fetches: Sequence[str]) -> str:
-    return (
-        f"The compiled program reads {', '.join(fetches[:3])} back from the host in the wrong "
-        "order, so gradients would be wrong. Upgrade jaxlib, or pin nothing to the host."
-    )
-
-
-def _too_small(bound: int, floor: Candidate) -> BudgetError:
-    host = floor.measurement.host if floor.measurement else 0
-    away = f" and {format_bytes(host)} on the host" if host else ""
-    return BudgetError(
-        f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed"
-        f"{away} the step still needs {format_bytes(floor.peak)} per device"
-        f"{_largest(floor.emission.timeline)}. Raise the budget to the floor, donate the state "
-        "(donate_argnums), make the batch smaller, or mark smaller units with jdelta.remat.",
-        floor=floor.peak,
-    )
-
-
-def _largest(timeline: Timeline) -> str:
-    """What is alive at the simulated peak, for messages."""
-    values, names = timeline.graph.values, labels(timeline.graph)
-    rows = [
-        f"{names[v]} {values[v].dtype}{list(values[v].shape)} {format_bytes(values[v].bytes)}"
-        for v in timeline.alive(timeline.peak_index)[:4]
-    ]
-    return f"; the largest temporaries then are {', '.join(rows)}" if rows else ""

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jdelta._budget import Budget
+from jdelta._candidate import Found
 from jdelta._emit import Step, emit
 from jdelta._errors import BudgetError
 from jdelta._layers import Planning
 from jdelta._measure import measure
-from jdelta._planner import Found, Search
+from jdelta._planner import Search
 from jdelta._policy import Policy
 from jdelta._trace import Trace
 

@@ -1,0 +1,116 @@
+"""A plan on trial: what it decides, what the compiler says of it, and why it may be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jdelta._budget import format_bytes
+from jdelta._decision import Decision
+from jdelta._emit import Emission
+from jdelta._errors import BudgetError
+from jdelta._graph import labels
+from jdelta._measure import Measurement
+from jdelta._peak import Timeline
+from jdelta._solution import Outcome
+
+GOOD_USE = 0.97
+"""Share of the budget that a plan should use before the search for a faster one ends."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Decisions, and what is known of the step they make.
+
+    Attributes:
+        decisions: One for each residual; None stands for the plain step.
+        overhead: Predicted seconds they add to the step.
+        emission: The traced step.
+        measurement: What the compiler says, once asked.
+        compiled: The executable, where the devices are attached.
+        predicted: Peak predicted before it was compiled, bytes per device.
+        outcome: How the solver ended; None for the plain step.
+    """
+
+    decisions: Mapping[str, Decision] | None
+    overhead: float
+    emission: Emission
+    predicted: int
+    outcome: Outcome | None = None
+    measurement: Measurement | None = None
+    compiled: jax.stages.Compiled | None = None
+
+    @property
+    def peak(self) -> int:
+        """Compiled peak and what spilling holds beside it, bytes per device."""
+        assert self.measurement is not None
+        return self.measurement.peak + self.emission.pool
+
+
+@dataclass(frozen=True)
+class Found:
+    """Outcome of a search.
+
+    Attributes:
+        best: The plan to use.
+        budget: The budget in bytes.
+        floor: Least peak that recomputing everything reaches; the plain step's where that fits.
+        ceiling: Peak of the plain step.
+        estimates: Which of "floor" and "ceiling" were not compiled, so are predictions.
+        compiles: How many programs were compiled (or read from the cache of measurements).
+    """
+
+    best: Candidate
+    budget: int
+    floor: int
+    ceiling: int
+    estimates: tuple[str, ...]
+    compiles: int
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the budget is used, or nothing is left to use it for."""
+        return self.best.peak >= GOOD_USE * self.budget or not self.best.overhead
+
+
+def not_there(names: Sequence[str], away: Mapping[str, int], measurement: Measurement) -> str:
+    """What to say where the compiler keeps on the device what the plan puts on the host."""
+    others = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (
+        f"The plan puts {format_bytes(sum(away.values()))} on the host, but the compiled program "
+        f"holds {format_bytes(measurement.host)} there: the compiler keeps {', '.join(names[:5])}"
+        f"{others} on the device. Take these out of pin=."
+    )
+
+
+def wrong_order(fetches: Sequence[str]) -> str:
+    """What to say where the compiler fetches other rows than it was asked for."""
+    return (
+        f"The compiled program reads {', '.join(fetches[:3])} back from the host in the wrong "
+        "order, so gradients would be wrong. Upgrade jaxlib, or pin nothing to the host."
+    )
+
+
+def too_small(bound: int, floor: Candidate) -> BudgetError:
+    """The error of a budget below the floor."""
+    host = floor.measurement.host if floor.measurement else 0
+    away = f" and {format_bytes(host)} on the host" if host else ""
+    return BudgetError(
+        f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed"
+        f"{away} the step still needs {format_bytes(floor.peak)} per device"
+        f"{_largest(floor.emission.timeline)}. Raise the budget to the floor, donate the state "
+        "(donate_argnums), make the batch smaller, or mark smaller units with jdelta.remat.",
+        floor=floor.peak,
+    )
+
+
+def _largest(timeline: Timeline) -> str:
+    """What is alive at the simulated peak, for messages."""
+    values, names = timeline.graph.values, labels(timeline.graph)
+    rows = [
+        f"{names[v]} {values[v].dtype}{list(values[v].shape)} {format_bytes(values[v].bytes)}"
+        for v in timeline.alive(timeline.peak_index)[:4]
+    ]
+    return f"; the largest temporaries then are {', '.join(rows)}" if rows else ""
