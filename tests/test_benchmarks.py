@@ -19,6 +19,7 @@ from benchmarks import (
     max_batch,
     models,
     offload,
+    per_layer,
     policies,
     programs,
     record,
@@ -31,7 +32,8 @@ from benchmarks.xla import dropout
 from jdelta import _largest
 
 SCRIPTS = [
-    *(budgets, device, dropout, hand_policies, max_batch, offload, savings, simulation, unmarked)
+    *(budgets, device, dropout, hand_policies, max_batch, offload, per_layer, savings, simulation),
+    unmarked,
 ]
 STEP = {"step": "tiny", "target": "cpu"}
 
@@ -215,6 +217,14 @@ def test_marked_and_unmarked_plans(monkeypatch):
         assert rows[0][way]["price"]["seconds"] > rows[0]["plain_seconds"]
     table = unmarked.markdown(rows)
     assert table.count("below floor") == 2
+
+
+def test_layers_decided_alike_and_apart(monkeypatch):
+    monkeypatch.setitem(per_layer.STEPS, "tiny", {"name": "tiny", "scan": True})
+    rows = [{**STEP, "share": share, **per_layer.row(**STEP, share=share)} for share in (0.6, 0.01)]
+    for way in per_layer.WAYS:
+        assert rows[0][way]["compiled_peak"] <= rows[0]["budget"]
+    assert per_layer.markdown(rows).count("below floor") == 2
 
 
 def test_every_step_gets_its_savings_and_deltas_also_the_papers():
