@@ -12,12 +12,12 @@ import pytest
 
 import jdelta
 from benchmarks.models import identity
-from jdelta import Decision, SpillError
+from jdelta import Decision, SpillError, _spilling
 from jdelta._boundary import with_boundaries
 from jdelta._drift import Drift
 from jdelta._files import Scope, hidden_scopes, to_files
 from jdelta._items import items_of
-from jdelta._spill import SpillRates
+from jdelta._spill import SpillRates, write
 from jdelta._target import resolve
 from jdelta._trace import trace
 from tests.frameworks import FORMS, LAYERS, STEPS
@@ -309,6 +309,59 @@ def test_the_one_line_form(spill):
     planned = jdelta.jit(step, budget=0.55, spill=spill)
     check(planned(*args), jax.jit(step)(*args))
     assert planned.plans[0].spill_bytes > 0
+
+
+# --- What the compiled program does -----------------------------------------------------------
+
+
+def no_write(monkeypatch):
+    """The rewrite forgets a value: it stays where `jax.checkpoint` has put it."""
+    real = _spilling._Run._write
+
+    def forgets(run, name, x):
+        return x if name == "block/tanh" else real(run, name, x)
+
+    monkeypatch.setattr(_spilling._Run, "_write", forgets)
+
+
+def no_read(monkeypatch):
+    """The backward pass makes up the values of a shape instead of reading them."""
+
+    def zeros(store, token, aval, **place):
+        return jnp.zeros(aval.shape, aval.dtype)
+
+    monkeypatch.setattr(_spilling, "read", zeros)
+
+
+def half_of_it(monkeypatch):
+    """Half of the bytes are written."""
+
+    def half(store, x, **place):
+        return write(store, x[: len(x) // 2], **place)
+
+    monkeypatch.setattr(_spilling, "write", half)
+
+
+@pytest.mark.parametrize("breaks", [no_write, no_read, half_of_it])
+def test_what_the_program_does_not_write_and_read_is_an_error(breaks, spill, monkeypatch):
+    step, args = network()
+    pin = {"block/tanh": "spill", "block/mul_3": "save"}
+    good = jdelta.plan(step, 1.0, *args, spill=spill, pin=pin)
+    breaks(monkeypatch)
+    with pytest.raises(
+        SpillError, match=r"does not write and read back all bytes of block/tanh \("
+    ):
+        jdelta.plan(step, 1.0, *args, spill=spill, pin={**pin, "block/dot_general": "save"})
+    with pytest.raises(SpillError, match="block/tanh"):  # a plan from elsewhere, compiled here
+        dataclasses.replace(good, _compiled=None).jit(step)(*args)
+
+
+def test_a_plan_does_without_files_that_the_program_does_not_use(spill, monkeypatch):
+    step, args = network()
+    no_read(monkeypatch)
+    plan = jdelta.plan(step, 0.6, *args, spill=spill)
+    assert Decision.SPILL not in plan.decisions.values()
+    check(plan.jit()(*args), jax.jit(step)(*args))
 
 
 # --- What a drive has to take ----------------------------------------------------------------
