@@ -33,7 +33,7 @@ MARKS = pytest.mark.parametrize("remat", [jdelta.remat, identity], ids=["marked"
 @pytest.fixture
 def spill(tmp_path, monkeypatch):
     """Quick and the same for all: what a plan spills is then no matter of the machine."""
-    monkeypatch.setattr(jdelta._plan, "measure_rates", lambda _: SpillRates(1e11, 1e11))
+    monkeypatch.setattr(jdelta._plan, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
     return jdelta.Spill(str(tmp_path), pool="1MiB", least="1KiB", adapter="memory")
 
 

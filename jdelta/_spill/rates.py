@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
 import numpy as np
 
+from jdelta._errors import SpillError
 from jdelta._spill.library import Key
 from jdelta._spill.options import Spill
 from jdelta._spill.store import Store
@@ -48,6 +51,37 @@ def measure_rates(spill: Spill) -> SpillRates:
         return _measure(store, max(1, min(MOST, limit // TENSOR)))
     finally:
         store.close()
+
+
+def agreed_rates(spill: Spill) -> SpillRates:
+    """The rates that all processes of a job plan with: the least that any of them has measured.
+
+    With rates of its own each process might spill other values, and so compile another program.
+    Where there are several processes, all have to ask.
+
+    Raises:
+        SpillError: The directory cannot be used, here or on another process.
+    """
+    if jax.process_count() == 1:
+        return measure_rates(spill)
+    try:
+        rates = measure_rates(spill)
+    except SpillError:
+        _least(SpillRates(0.0, 0.0))  # so that no other process waits
+        raise
+    least = _least(rates)
+    if not least.write:
+        raise SpillError("spill: another process of the job cannot use its directory, see there")
+    return least
+
+
+def _least(rates: SpillRates) -> SpillRates:
+    """The least rates over all processes."""
+    from jax.experimental import multihost_utils  # slow to import
+
+    gather: Any = multihost_utils.process_allgather
+    write, read = np.min(gather(np.array([rates.write, rates.read])), axis=0)
+    return SpillRates(float(write), float(read))
 
 
 def _measure(store: Store, most: int) -> SpillRates:
