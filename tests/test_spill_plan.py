@@ -356,6 +356,18 @@ def test_what_the_program_does_not_write_and_read_is_an_error(breaks, spill, mon
         dataclasses.replace(good, _compiled=None).jit(step)(*args)
 
 
+def test_a_boundary_that_nobody_reads_is_not_missed(spill):
+    step, args = network()
+    everything = {"*": "save", "block/dot_general": "spill", "block/input_2": "spill"}
+    plan = jdelta.plan(step, 1.0, *args, spill=spill, pin=everything)
+    sizes = {r.name: r.bytes for r in plan.residuals}
+    assert plan.spill_bytes in (
+        sizes["block/dot_general"],
+        sizes["block/dot_general"] + sizes["block/input_2"],
+    )
+    check(plan.jit()(*args), jax.jit(step)(*args))
+
+
 def test_a_plan_does_without_files_that_the_program_does_not_use(spill, monkeypatch):
     step, args = network()
     no_read(monkeypatch)

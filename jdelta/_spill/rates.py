@@ -18,7 +18,7 @@ from jdelta._spill.store import Store
 TENSOR = 8 << 20
 """Bytes of one tensor of the measurement."""
 
-SECONDS = 0.3
+SECONDS = 0.2
 """About how long each direction is measured."""
 
 MOST = 32
@@ -86,8 +86,15 @@ def _least(rates: SpillRates) -> SpillRates:
 
 def _measure(store: Store, most: int) -> SpillRates:
     data = np.arange(TENSOR, dtype=np.uint8)
-    store.put(Key(0, 0, 0, -1), data)  # makes threads and memory
-    store.settle()
+    # A step writes where it has written before. The first round finds pages and parts of a file
+    # that the system has still to find memory for, which may take longer than to write them.
+    _, many = _round(store, data, most)
+    rates, _ = _round(store, data, many)
+    return rates
+
+
+def _round(store: Store, data: np.ndarray[Any, Any], most: int) -> tuple[SpillRates, int]:
+    """Rates of writing and of reading at most so many tensors, and how many were written."""
     start, many = time.perf_counter(), 0
     while many < most and time.perf_counter() - start < SECONDS:
         store.put(Key(0, 0, 0, many), data)
@@ -99,4 +106,7 @@ def _measure(store: Store, most: int) -> SpillRates:
         back += 1
         store.get(Key(0, 0, 0, many - back), data)
     end = time.perf_counter()
-    return SpillRates(many * TENSOR / (written - start), back * TENSOR / (end - written))
+    rates = SpillRates(many * TENSOR / (written - start), back * TENSOR / (end - written))
+    for row in range(many - back):
+        store.get(Key(0, 0, 0, row), data)
+    return rates, many
