@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from spilling import MIB, usage
 
 import jdelta
 from benchmarks.models import identity
@@ -178,6 +179,29 @@ def test_memory_is_freed(scan, remat, spill):
     counters = plan.store.counters()
     assert counters.planned == 3 * plan.spill_bytes == counters.written + counters.forwarded
     assert counters.entries == 0
+
+
+def test_two_hundred_planned_steps_grow_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(jdelta._plan, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
+    step, args = network(512)
+    spill = jdelta.Spill(str(tmp_path), pool="1MiB", least="1KiB")
+    plan = jdelta.plan(step, 0.6, *args, spill=spill)
+    planned = plan.jit()
+    assert plan.spill_bytes > 0
+    for _ in range(20):
+        planned(*args)
+    files, threads, memory = usage()
+    for _ in range(200):
+        result = planned(*args)
+    check(result, jax.jit(step)(*args))
+    later_files, later_threads, later_memory = usage()
+    assert later_files <= files
+    assert later_threads <= threads + 2  # threads that complete operations come and go
+    assert later_memory < memory + 16 * MIB
+    plan.store.settle()
+    counters = plan.store.counters()
+    assert counters.planned == 220 * plan.spill_written == counters.written + counters.forwarded
+    assert counters.entries == counters.stored == 0
 
 
 def test_spilling_alone_frees_as_many_bytes(spill):
