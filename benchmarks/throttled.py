@@ -3,10 +3,14 @@
 An unrolled GPT on this machine's CPU keeps everything, and in the next step spills the scopes that
 the rule allows (arXiv 2408.10013, section 3.4), in turns, so that what else runs on the machine
 slows both. The devices keep in memory what they are given and sleep as long as one of 1, 2 or 4
-GB/s would take; *memory* does not sleep, *disk* is a directory. *rule* is how many scopes the plan
-spills by the rate that it measures, *formula* the paper's formula once more with the nominal rate,
-*timed* the same with forward times that were measured, not predicted. *ratio* is the median over
-pairs of steps; *work* the processor time that a spilled GiB takes, which others hardly change.
+GB/s would take; *memory* does not sleep, *disk* is a directory. The rule takes for granted that
+there is memory for what a device has not taken yet when the forward pass ends: the pool has it, but
+for a *small pool*, for which the forward pass waits.
+
+*rule* is how many scopes the plan spills by the rate that it measures, *formula* the paper's once
+more with the nominal rate, *timed* the same with forward times measured here, not predicted. *ratio*
+is the median over pairs of steps, *work* the processor time that a spilled GiB takes, which other
+programs hardly change, *load* the system's load average before the row.
 
     python -m benchmarks.throttled --directory /nvme --json benchmarks/results/throttled.json
 """
@@ -36,7 +40,12 @@ STEPS = {
     "wide": {"layers": 4, "width": 1024, "heads": 8, "batch": 4},
     "narrow": {"layers": 6, "width": 256, "heads": 4, "batch": 8},
 }
-DEVICES = ("1 GB/s", "2 GB/s", "4 GB/s", "memory", "disk")
+DEVICES = {
+    **{f"{rate} GB/s": {"adapter": "memory", "rate": rate * 1e9} for rate in (1, 2, 4)},
+    "1 GB/s, small pool": {"adapter": "memory", "rate": 1e9, "pool": "64MiB"},
+    "memory": {"adapter": "memory"},
+    "disk": {},
+}
 POOL = "256MiB"
 WARMUP, REPEATS = 2, 15
 HEADS = "step device measured formula timed rule written keep spill ratio work load jax".split()
@@ -102,12 +111,9 @@ def predicted_scopes(bytes_: Sequence[float], seconds: Sequence[float], bandwidt
 
 def _spill(device: str, directory: str) -> tuple[jdelta.Spill, float | None]:
     """A device, and its rate if it sleeps."""
-    if device == "disk":
-        return jdelta.Spill(directory, pool=POOL), None
-    number, _, unit = device.partition(" ")
-    rate = float(number) * 1e9 if unit else None
-    made = jdelta.Spill(directory, pool=POOL, adapter="memory", write_rate=rate, read_rate=rate)
-    return made, rate
+    options: dict[str, Any] = {"pool": POOL, **DEVICES[device]}
+    rate = options.pop("rate", None)
+    return jdelta.Spill(directory, write_rate=rate, read_rate=rate, **options), rate
 
 
 def _may(r: Residual, way: Way) -> bool:
