@@ -8,9 +8,9 @@ there is memory for what a device has not taken yet when the forward pass ends: 
 for a *small pool*, for which the forward pass waits.
 
 *rule* is how many scopes the plan spills by the rate that it measures, *formula* the paper's once
-more with the nominal rate, *timed* the same with forward times measured here, not predicted. *ratio*
-is the median over pairs of steps, *work* the processor time that a spilled GiB takes, which other
-programs hardly change, *load* the system's load average before the row.
+more with the nominal rate, *timed* the same with forward times measured here, not predicted;
+*ratio* the median over pairs of steps, *work* the processor time that a spilled GiB takes, which
+other programs hardly change, *load* the system's load average before the row.
 
     python -m benchmarks.throttled --directory /nvme --json benchmarks/results/throttled.json
 """
@@ -47,7 +47,7 @@ DEVICES = {
     "disk": {},
 }
 POOL = "256MiB"
-WARMUP, REPEATS = 2, 15
+WARMUP, REPEATS = 2, 30
 HEADS = "step device measured formula timed rule written keep spill ratio work load jax".split()
 
 
