@@ -66,8 +66,9 @@ def check_spilled(
     """Check that a compiled program writes and reads all that a plan spills.
 
     XLA removes a write whose value nobody reads, and a residual may be spilled by name that the
-    step, as it was emitted, does not hand from the forward to the backward pass. That is no loss
-    for a boundary: it takes no memory where all that is computed from it is kept.
+    step, as it was emitted, does not hand from the forward to the backward pass. That is right only
+    for what the backward pass need not read, which takes no memory then: what enters a unit where
+    all is kept that is computed from it, and what a pin names in vain.
 
     Args:
         residuals: Residuals of the step.
@@ -82,13 +83,9 @@ def check_spilled(
     if not planned:
         return
     found = _found(emitted, parse(compiled.as_text() or ""))
-    emitted_names = {place.name for place in emitted.places.values()}
-    missing = [
-        r
-        for r in planned
-        if not (r.boundary and emitted_names.isdisjoint(_names(r)))
-        if max(found[name] for name in _names(r)) < r.bytes
-    ]
+    handed = {place.name for place in emitted.places.values()}
+    read = [r for r in planned if (r.needed and not r.boundary) or handed & _names(r)]
+    missing = [r for r in read if max(found[name] for name in _names(r)) < r.bytes]
     if missing:
         names = ", ".join(r.name for r in missing[:5])
         others = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
@@ -100,8 +97,8 @@ def check_spilled(
         )
 
 
-def _names(r: Residual) -> tuple[str, ...]:
-    return (r.name, r.entering) if r.entering else (r.name,)
+def _names(r: Residual) -> set[str]:
+    return {r.name, r.entering or r.name}
 
 
 def _found(emitted: Emitted, program: Module) -> Counter[str]:
