@@ -7,6 +7,7 @@ too). Both train on the same batches, so that their losses are equal.
     python -m benchmarks.resident --directory /nvme --json benchmarks/results/resident.json
 """
 
+import functools
 import re
 import subprocess
 import sys
@@ -62,12 +63,9 @@ def main() -> None:
     parser = record.parser(__doc__, STEPS)
     parser.add_argument("--directory", default=".", help="where to spill to")
     options = record.options(parser, markdown)
-    jobs = [
-        {"step": step, "way": way, "directory": options.directory}
-        for step in options.step or STEPS
-        for way in WAYS
-    ]
-    rows = record.run(jobs, row, options.json)
+    jobs = [{"step": step, "way": way} for step in options.step or STEPS for way in WAYS]
+    measure = functools.partial(row, directory=options.directory)
+    rows = record.run(jobs, measure, options.json)
     record.show("resident memory", HEADS, (cells(r, rows) for r in rows))
 
 

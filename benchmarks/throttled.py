@@ -16,6 +16,7 @@ other programs hardly change, *load* the system's load average before the row.
 """
 
 import dataclasses
+import functools
 import glob
 import itertools
 import os
@@ -208,11 +209,12 @@ def main() -> None:
     parser.add_argument("--device", action="append", choices=DEVICES, help="default: all")
     options = record.options(parser, markdown)
     jobs = [
-        {"step": step, "device": device, "directory": options.directory}
+        {"step": step, "device": device}
         for step in options.step or STEPS
         for device in options.device or DEVICES
     ]
-    rows = record.run(jobs, row, options.json)
+    measure = functools.partial(row, directory=options.directory)
+    rows = record.run(jobs, measure, options.json)
     record.show("spilled scopes", HEADS, map(cells, rows))
 
 
