@@ -28,18 +28,19 @@ _PEAK = re.compile(r"Maximum resident set size \(kbytes\): (\d+)")
 def row(step: str, way: str, directory: str) -> Row:
     """Runs one process."""
     command = [sys.executable, str(EXAMPLE), "--model", step, *STEPS[step], "--only", way]
-    plan = ["--spill", directory, "--budget", BUDGET] if way == "planned" else []
-    done = subprocess.run([TIME, "-v", *command, *plan], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{way} failed:\n{done.stderr[-3000:]}")
+    budget = ["--budget", BUDGET] if way == "planned" else []
+    spill = ["--spill", directory] if way == "planned" else []
+    done = subprocess.run([TIME, "-v", *command, *budget, *spill], capture_output=True, text=True)
     peak = _PEAK.search(done.stderr)
+    if done.returncode or not peak:
+        raise SystemExit(f"{way}: expected GNU time's report of a run; got\n{done.stderr[-3000:]}")
     loss = re.search(r"loss after \d+ steps: (\S+)", done.stdout)
     files = re.search(r"in files +(\S+ \S+) in", done.stdout)
     return {
-        "resident": int(peak[1]) * 1024 if peak else None,
+        "resident": int(peak[1]) * 1024,
         "loss": loss and float(loss[1]),
         "files": files and files[1],
-        "options": [*STEPS[step], *plan],
+        "options": [*STEPS[step], *budget],
     }
 
 
