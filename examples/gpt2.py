@@ -365,8 +365,7 @@ def train_both(args: argparse.Namespace, config: Config, console: Console) -> No
     init, step_fn = make_training(config, args.steps)
     data = functools.partial(batches, read_corpus(), args.batch, args.seq)
     state, tokens = jax.jit(init)(), next(data())
-    spill = args.spill and jdelta.Spill(args.spill, pool=args.pool, adapter=args.adapter)
-    plan = jdelta.plan(step_fn, args.budget, state, tokens, donate_argnums=0, spill=spill)
+    plan = make_plan(args, step_fn, state, tokens)
     print(plan)
     planned = train("planned", plan.jit(), state, data(), args.steps)
     state = jax.jit(init)()
@@ -377,6 +376,29 @@ def train_both(args: argparse.Namespace, config: Config, console: Console) -> No
     console.print(f"Largest relative difference between the two runs' losses: {difference:.1e}")
     if not difference <= (tolerance := TOLERANCE[config.dtype]):
         sys.exit(f"The losses differ by more than {tolerance:.0e}: the plan changed the result.")
+
+
+def train_one(args: argparse.Namespace, config: Config, console: Console) -> None:
+    """Trains in one way, or makes the arguments alone: to look at the process from outside."""
+    init, step_fn = make_training(config, args.steps)
+    data = functools.partial(batches, read_corpus(), args.batch, args.seq)
+    state, tokens = jax.block_until_ready(jax.jit(init)()), next(data())
+    if args.only == "arguments":
+        return
+    if args.only == "planned":
+        plan = make_plan(args, step_fn, state, tokens)
+        print(plan)
+        step = plan.jit()
+    else:
+        step = jax.jit(step_fn, donate_argnums=0).lower(state, tokens).compile()
+    run = train(args.only, step, state, data(), args.steps)
+    console.print(f"loss after {args.steps} steps: {run.losses[-1]:.6f}")
+
+
+def make_plan(args: argparse.Namespace, step_fn: Step, state: State, tokens: Any) -> jdelta.Plan:
+    """The plan that the command line asks for."""
+    spill = args.spill and jdelta.Spill(args.spill, pool=args.pool, adapter=args.adapter)
+    return jdelta.plan(step_fn, args.budget, state, tokens, donate_argnums=0, spill=spill)
 
 
 def compile_only(args: argparse.Namespace, config: Config, console: Console) -> None:
@@ -412,6 +434,11 @@ def parse() -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--seq", type=positive, help="tokens in a sequence")
     parser.add_argument("--steps", type=positive, default=150, help="training steps")
     parser.add_argument("--scan", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--only",
+        choices=("planned", "plain", "arguments"),
+        help="train in this way alone, if at all",
+    )
     parser.add_argument("--compile-only", action="store_true", help="plan and compile, do not run")
     args = parser.parse_args()
     config = dataclasses.replace(CONFIGS[args.model], scan=args.scan)
@@ -427,7 +454,8 @@ def parse() -> tuple[argparse.Namespace, Config]:
 def main() -> None:
     args, config = parse()
     try:
-        (compile_only if args.compile_only else train_both)(args, config, Console())
+        do = train_one if args.only else train_both
+        (compile_only if args.compile_only else do)(args, config, Console())
     except jdelta.JdeltaError as error:
         sys.exit(str(error))
 

@@ -25,7 +25,8 @@ from jdelta._policy import Policy
 from jdelta._region import AS_WRITTEN, Grouping, Session
 from jdelta._shardy import Shardings, shardings_of
 from jdelta._spill import Store
-from jdelta._spilling import Emitted, Spilling, spilled
+from jdelta._spilled import Emitted
+from jdelta._spilling import Spilling, spilled
 from jdelta._target import Target, is_on_host
 from jdelta._timing import TIMED, timed
 from jdelta._updates import updated_in_loops

@@ -35,7 +35,7 @@ from jdelta._report import page
 from jdelta._residual import Residual
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
-from jdelta._spill import Spill, SpillRates, Store, measure_rates, require_platform
+from jdelta._spill import Spill, SpillRates, Store, agreed_rates, require_platform
 from jdelta._table import format_table, rows, summary
 from jdelta._target import Target, is_on_host, resolve
 from jdelta._trace import Trace, trace
@@ -612,7 +612,8 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
     if spill is None:
         return None, None
     require_platform(target.platform)
-    return Store(spill), measure_rates(spill)
+    rates = agreed_rates(spill)
+    return Store(spill), rates
 
 
 def _result(found: Found) -> str:

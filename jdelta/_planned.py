@@ -16,6 +16,7 @@ from jdelta._emit import Step, emit
 from jdelta._errors import BudgetError, PlanMismatchError
 from jdelta._measure import Measurement, measure
 from jdelta._spill import named_errors
+from jdelta._spilled import check_spilled
 from jdelta._target import resolve
 from jdelta._trace import Trace, trace
 
@@ -133,6 +134,8 @@ def _compiled(
         computed=emission.computed,
         executable=True,
     )
+    if program:
+        check_spilled(plan.residuals, plan.decisions, emission.spilled, program)
     return program, measurement, measurement.peak + emission.pool
 
 

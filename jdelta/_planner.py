@@ -23,6 +23,7 @@ from jdelta._policy import Policy
 from jdelta._region import Grouping
 from jdelta._solution import Outcome
 from jdelta._solver.base import Solver
+from jdelta._spilled import check_spilled
 from jdelta._trace import Trace
 
 _LOG = logging.getLogger(__name__)
@@ -166,6 +167,7 @@ class Search:
         Raises:
             BudgetError: The budget is below the least peak that the step can reach.
             OffloadError: What the user pinned to the host is not there in the compiled program.
+            SpillError: What the user pinned to files the compiled program does not write and read.
         """
         plain = self._plain
         if self.plain_fits(bound):
@@ -206,7 +208,7 @@ class Search:
         Larger plans, in which transfers are timed again, may put it there as well.
         """
         near, self.items = self.items, self.items.with_boundaries()
-        with contextlib.suppress(OffloadError):
+        with contextlib.suppress(OffloadError, SpillError):
             deep = self._compile(self._floor(least=True))
             if not self._offload_failed(deep) and deep.peak < floor.peak:
                 return deep
@@ -236,9 +238,8 @@ class Search:
             candidate = self._fit(floor, goal)
             if candidate.decisions == (best or floor).decisions:
                 break
-            candidate = self._compile(candidate)
-            if self._offload_failed(candidate):
-                self.items = self.items.without(Decision.OFFLOAD)
+            candidate = self._tried(candidate)
+            if candidate is None:
                 continue
             quicker_near = self._better_without_offload(candidate)
             if quicker_near:
@@ -302,17 +303,17 @@ class Search:
         solution = self.solver.solve(problem)
         try:
             return self._candidate(solution.decisions, solution.outcome)
-        except OffloadError:
-            away = {Decision.OFFLOAD, Decision.SPILL}
-            if away & set(self.items.pinned.values()):
-                raise
-            self.items = self.items.without(*away)
-            return self._decide(capacity)
-        except SpillError:
-            if Decision.SPILL in self.items.pinned.values():
-                raise
-            self.items = self.items.without(Decision.SPILL)
-            return self._decide(capacity)
+        except OffloadError as error:
+            self._close(error, Decision.OFFLOAD, Decision.SPILL)
+        except SpillError as error:
+            self._close(error, Decision.SPILL)
+        return self._decide(capacity)
+
+    def _close(self, error: Exception, *ways: Decision) -> None:
+        """Go on without ways that have failed, unless the user asked for them."""
+        if set(ways) & set(self.items.pinned.values()):
+            raise error
+        self.items = self.items.without(*ways)
 
     def _candidate(self, chosen: Sequence[Decision], outcome: Outcome) -> Candidate:
         decisions = self.items.decisions(chosen)
@@ -339,7 +340,27 @@ class Search:
             self._emitted[policy] = emit(self.step, policy)
         return self._emitted[policy]
 
+    def _tried(self, candidate: Candidate) -> Candidate | None:
+        """The candidate, compiled; None if the program does not do what it says.
+
+        The way that failed is closed then.
+        """
+        try:
+            candidate = self._compile(candidate)
+        except SpillError as error:
+            self._close(error, Decision.SPILL)
+            return None
+        if self._offload_failed(candidate):
+            self.items = self.items.without(Decision.OFFLOAD)
+            return None
+        return candidate
+
     def _compile(self, candidate: Candidate) -> Candidate:
+        """The candidate, compiled.
+
+        Raises:
+            SpillError: The program does not write and read what it should.
+        """
         self.compiles += 1
         emission = candidate.emission
         what = "the plain step" if candidate.decisions is None else "a plan"
@@ -349,6 +370,8 @@ class Search:
             emission.lower(), self.step.target, emission.options, computed=emission.computed
         )
         _LOG.info("%s takes %s", what, format_bytes(measurement.peak))
+        if compiled and candidate.decisions is not None:
+            check_spilled(self.items.residuals, candidate.decisions, emission.spilled, compiled)
         candidate = replace(candidate, measurement=measurement, compiled=compiled)
         if candidate.decisions is not None and candidate.peak <= OUTLIER * candidate.predicted:
             self._errors[emission.timeline.peak] = candidate.peak - emission.simulated

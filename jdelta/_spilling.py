@@ -30,20 +30,8 @@ from jdelta._naming import RegionName
 from jdelta._scan import Scan
 from jdelta._shardy import Spec
 from jdelta._spill import Store, read, write
+from jdelta._spilled import Emitted, Place
 from jdelta._stacks import zero_of
-
-
-@dataclass
-class Emitted:
-    """What an evaluation writes.
-
-    Attributes:
-        bytes: Bytes per device that are in files at once.
-        written: Bytes per device that a step writes.
-    """
-
-    bytes: int = 0
-    written: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +69,7 @@ def spilled(closed: Jaxpr, spilling: Spilling) -> tuple[Callable[..., list[Any]]
     emitted = Emitted()
 
     def run(*args: Any) -> list[Any]:
-        emitted.bytes = emitted.written = 0
+        emitted.places.clear()
         run = _Run(spilling, emitted, itertools.count())
         results = run.program(program, args)
         return [_whole(x, "the step hands out") for x in results]
@@ -185,8 +173,7 @@ class _Run:
         record = _Record(next(self.slots), jax.typeof(value), sharding)
         shape = sharding.shard_shape(value.shape) if sharding else value.shape
         size = math.prod(shape) * value.dtype.itemsize
-        self.emitted.bytes += size * self.kept
-        self.emitted.written += size * self.trips
+        self.emitted.places[record.slot] = Place(str(name), size, self.kept, self.trips)
         place: dict[str, Any] = {"slot": record.slot, "row": self.row, "sharding": sharding}
         return _Away(write(self.spilling.store, value, **place), record)
 

@@ -1,7 +1,10 @@
 """Steps that spill by hand, and devices that do what a test tells them."""
 
+import os
+import resource
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +96,13 @@ def wait_until(condition, seconds=10):
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return condition()
+
+
+def usage():
+    """Open files, threads and resident bytes of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    files, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+    return files, threads, pages * resource.getpagesize()
 
 
 def open_store(path="", **options):

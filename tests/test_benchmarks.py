@@ -23,17 +23,21 @@ from benchmarks import (
     policies,
     programs,
     record,
+    resident,
+    rok,
     savings,
     simulation,
     steps,
+    throttled,
     unmarked,
 )
 from benchmarks.xla import dropout
 from jdelta import _largest
+from jdelta._files import Scope, hidden_scopes
 
 SCRIPTS = [
     *(budgets, device, dropout, hand_policies, max_batch, offload, per_layer, savings, simulation),
-    unmarked,
+    *(resident, rok, throttled, unmarked),
 ]
 STEP = {"step": "tiny", "target": "cpu"}
 
@@ -242,6 +246,41 @@ def test_largest_batch_by_every_method(monkeypatch):
     assert batch["plain"] < batch["hand"]
     assert batch["plain"] < batch["plan"]
     assert all(len(max_batch.cells(r, rows)) == 7 for r in rows)
+
+
+@pytest.mark.parametrize("bandwidth", [1e9, 2e9, 4e9, 8e9])
+def test_the_rule_written_out_twice(bandwidth):
+    sizes, seconds = (
+        [1e8 * (1 + k % 3) for k in range(12)],
+        [0.02 + 0.01 * (k % 2) for k in range(12)],
+    )
+    scopes = [Scope(f"{k}", *both) for k, both in enumerate(zip(sizes, seconds, strict=True))]
+    found = throttled.predicted_scopes(sizes, seconds, bandwidth)
+    assert found == hidden_scopes(scopes, bandwidth)
+    assert found > 0
+
+
+def test_steps_spill_in_turns_with_steps_that_keep(monkeypatch, tmp_path):
+    small = {"layers": 3, "width": 64, "heads": 2, "batch": 8, "length": 64}
+    monkeypatch.setitem(throttled.STEPS, "small", small)
+    monkeypatch.setitem(throttled.DEVICES, "quick", {"adapter": "memory", "least": "1KiB"})
+    job = {"step": "small", "device": "quick", "directory": str(tmp_path)}
+    r = {**job, **throttled.row(**job, repeats=2), "jax": jax.__version__}
+    spilled = sum(r["scopes"][: r["rule"]])
+    assert 0.9 * spilled < r["written"] <= spilled  # what enters a unit may not be read
+    assert r["counters"]["planned"] == (throttled.WARMUP + 2) * r["written"]
+    assert len(r["keep"]["seconds"]) == len(r["spill"]["seconds"]) == 2
+    assert len(throttled.cells(r)) == len(throttled.HEADS)
+
+
+def test_resident_memory_is_that_beyond_the_framework():
+    mib = 2**20
+    peaks = {"arguments": 300 * mib, "plain": 1300 * mib, "planned": 700 * mib}
+    rows = [
+        {"step": "nano", "way": way, "resident": peak, "loss": 1.0, "files": "", "jax": ""}
+        for way, peak in peaks.items()
+    ]
+    assert resident.cells(rows[2], rows)[2:5] == ["700", "400", "60.0%"]
 
 
 def test_device_measures_rates():

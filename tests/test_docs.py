@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import jdelta
+from benchmarks import record
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,3 +41,11 @@ def test_scripts_that_pages_name_exist(page):
         assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
     for script in re.findall(r"python (examples/\S+\.py)", page.read_text("utf-8")):
         assert (ROOT / script).exists(), script
+
+
+@pytest.mark.parametrize("name", ["rok", "throttled", "resident"])
+def test_tables_are_those_of_the_result_files(name):
+    script = importlib.import_module(f"benchmarks.{name}")
+    rows = record.load(ROOT / "benchmarks" / "results" / f"{name}.json")
+    assert len(rows) >= 3
+    assert script.markdown(rows) in (ROOT / "docs" / "spill.md").read_text("utf-8")

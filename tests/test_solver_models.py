@@ -147,11 +147,11 @@ def test_host_capacity_with_a_quick_link(part: float, share_of_host: float):
 
 
 @pytest.mark.parametrize("part", [0.1, 0.2, 0.5])
-@pytest.mark.parametrize("room", [0.1, 0.3])
-def test_files_beside_the_host(part: float, room: float):
+@pytest.mark.parametrize(("room", "far"), [(0.1, 0.5), (0.3, 0.5), (0.05, 0.5), (0.05, 0.05)])
+def test_files_beside_the_host(part: float, room: float, far: float):
     items = transformer(12, 25e9, 6e9)
     total, seconds = sum(i.bytes for i in items), sum(i.seconds for i in items)
-    links = host(room * total, seconds, 2 * seconds) + files(0.5 * total, seconds, 2 * seconds)
+    links = host(room * total, seconds, 2 * seconds) + files(far * total, seconds, 2 * seconds)
     problem = Problem(items, part * total, links)
     exact = Milp(time_limit=3.0, mip_rel_gap=1e-3).solve(problem)
     heuristic = Knapsack().solve(problem)
@@ -161,6 +161,18 @@ def test_files_beside_the_host(part: float, room: float):
     assert share(problem, heuristic.overhead, exact.overhead) >= 0.99
     near = replace(problem, items=transformer(12, 25e9))
     assert heuristic.overhead < Knapsack().solve(near).overhead
+
+
+@pytest.mark.parametrize("share_of_step", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("part", [0.05, 0.1, 0.3])
+def test_links_that_take_little(part: float, share_of_step: float):
+    """The worst that was found is 0.992, with room for 5 % on the device too."""
+    items = transformer(12, 25e9, 6e9)
+    room, hidden = 0.05 * sum(i.bytes for i in items), share_of_step * sum(i.seconds for i in items)
+    links = host(room, hidden, 2 * hidden) + files(room, hidden, 2 * hidden)
+    problem = Problem(items, part * sum(i.bytes for i in items), links)
+    exact = Milp(time_limit=3.0, mip_rel_gap=1e-3).solve(problem)
+    assert share(problem, Knapsack().solve(problem).overhead, exact.overhead) >= 0.99
 
 
 def test_one_large_item_among_many():

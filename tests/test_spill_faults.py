@@ -103,6 +103,26 @@ def test_a_bit_that_flips_is_found():
     check_recovery(store, step)
 
 
+def test_a_write_that_was_torn_is_found():
+    """The device says that it has written, but half of the block is not there."""
+    device = Device()
+    real = device.write
+
+    def torn(offset, data):
+        real(offset, data)
+        if not torn.once:
+            torn.once = True
+            device.kept[offset] = device.kept[offset][: len(data) // 2].ljust(len(data), b"\0")
+
+    torn.once = False
+    device.write = torn
+    store = open_store("/some/disk", adapter=device, pool="2MiB")
+    step = make_step(store)
+    with pytest.raises(SpillError, match="what came back is not what was written"):
+        run(step)
+    check_recovery(store, step)
+
+
 def damage(tmp_path, how):
     """Lets `how` change the only file there is."""
     (file,) = tmp_path.glob(f"{PREFIX}*/tensors")

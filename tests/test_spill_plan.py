@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from spilling import MIB, usage
 
 import jdelta
 from benchmarks.models import identity
-from jdelta import Decision, SpillError
+from jdelta import Decision, SpillError, _spilling
 from jdelta._boundary import with_boundaries
 from jdelta._drift import Drift
 from jdelta._files import Scope, hidden_scopes, to_files
 from jdelta._items import items_of
-from jdelta._spill import SpillRates
+from jdelta._spill import SpillRates, write
 from jdelta._target import resolve
 from jdelta._trace import trace
 from tests.frameworks import FORMS, LAYERS, STEPS
@@ -33,7 +34,7 @@ MARKS = pytest.mark.parametrize("remat", [jdelta.remat, identity], ids=["marked"
 @pytest.fixture
 def spill(tmp_path, monkeypatch):
     """Quick and the same for all: what a plan spills is then no matter of the machine."""
-    monkeypatch.setattr(jdelta._plan, "measure_rates", lambda _: SpillRates(1e11, 1e11))
+    monkeypatch.setattr(jdelta._plan, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
     return jdelta.Spill(str(tmp_path), pool="1MiB", least="1KiB", adapter="memory")
 
 
@@ -180,6 +181,29 @@ def test_memory_is_freed(scan, remat, spill):
     assert counters.entries == 0
 
 
+def test_two_hundred_planned_steps_grow_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(jdelta._plan, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
+    step, args = network(512)
+    spill = jdelta.Spill(str(tmp_path), pool="1MiB", least="1KiB")
+    plan = jdelta.plan(step, 0.6, *args, spill=spill)
+    planned = plan.jit()
+    assert plan.spill_bytes > 0
+    for _ in range(20):
+        planned(*args)
+    files, threads, memory = usage()
+    for _ in range(200):
+        result = planned(*args)
+    check(result, jax.jit(step)(*args))
+    later_files, later_threads, later_memory = usage()
+    assert later_files <= files
+    assert later_threads <= threads + 2  # threads that complete operations come and go
+    assert later_memory < memory + 16 * MIB
+    plan.store.settle()
+    counters = plan.store.counters()
+    assert counters.planned == 220 * plan.spill_written == counters.written + counters.forwarded
+    assert counters.entries == counters.stored == 0
+
+
 def test_spilling_alone_frees_as_many_bytes(spill):
     step, args = network()
     kept = {"block/mul_3": "save"}
@@ -309,6 +333,70 @@ def test_the_one_line_form(spill):
     planned = jdelta.jit(step, budget=0.55, spill=spill)
     check(planned(*args), jax.jit(step)(*args))
     assert planned.plans[0].spill_bytes > 0
+
+
+# --- What the compiled program does -----------------------------------------------------------
+
+
+def no_write(monkeypatch):
+    """The rewrite forgets a value: it stays where `jax.checkpoint` has put it."""
+    real = _spilling._Run._write
+
+    def forgets(run, name, x):
+        return x if name == "block/dot_general" else real(run, name, x)
+
+    monkeypatch.setattr(_spilling._Run, "_write", forgets)
+
+
+def no_read(monkeypatch):
+    """The backward pass makes up the values of a shape instead of reading them."""
+
+    def zeros(store, token, aval, **place):
+        return jnp.zeros(aval.shape, aval.dtype)
+
+    monkeypatch.setattr(_spilling, "read", zeros)
+
+
+def half_of_it(monkeypatch):
+    """Half of the bytes are written."""
+
+    def half(store, x, **place):
+        return write(store, x[: len(x) // 2], **place)
+
+    monkeypatch.setattr(_spilling, "write", half)
+
+
+@pytest.mark.parametrize("breaks", [no_write, no_read, half_of_it])
+def test_what_the_program_does_not_write_and_read_is_an_error(breaks, spill, monkeypatch):
+    step, args = network()
+    pin = {"block/dot_general": "spill", "block/mul_3": "save"}
+    good = jdelta.plan(step, 1.0, *args, spill=spill, pin=pin)
+    breaks(monkeypatch)
+    says = r"does not write and read back all bytes of block/dot_general \("
+    with pytest.raises(SpillError, match=says):
+        jdelta.plan(step, 1.0, *args, spill=spill, pin=pin | DROP)
+    with pytest.raises(SpillError, match=says):  # a plan from elsewhere, compiled here
+        dataclasses.replace(good, _compiled=None).jit(step)(*args)
+
+
+def test_what_nobody_reads_is_not_missed(spill):
+    step, args = network()
+    found, _ = analysed(step, args)
+    unread = [r.name for r in found if not r.needed and r.bytes > MIB]
+    assert unread
+    pin = {"*": "save", "block/dot_general": "spill", **dict.fromkeys(unread, "spill")}
+    plan = jdelta.plan(step, 1.0, *args, spill=spill, pin=pin)
+    sizes = {r.name: r.bytes for r in plan.residuals}
+    assert plan.spill_bytes == sizes["block/dot_general"]
+    check(plan.jit()(*args), jax.jit(step)(*args))
+
+
+def test_a_plan_does_without_files_that_the_program_does_not_use(spill, monkeypatch):
+    step, args = network()
+    no_read(monkeypatch)
+    plan = jdelta.plan(step, 0.6, *args, spill=spill)
+    assert Decision.SPILL not in plan.decisions.values()
+    check(plan.jit()(*args), jax.jit(step)(*args))
 
 
 # --- What a drive has to take ----------------------------------------------------------------

@@ -1,18 +1,28 @@
 import ctypes
 import os
-import resource
 import stat
 import sys
 import threading
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from spilling import MIB, ROWS, Device, X, expected, fill, make_step, open_store, take, wait_until
+from spilling import (
+    MIB,
+    ROWS,
+    Device,
+    X,
+    expected,
+    fill,
+    make_step,
+    open_store,
+    take,
+    usage,
+    wait_until,
+)
 
 from jdelta import SpillError
 from jdelta._spill import Spill, measure_rates, prefetch, read, require_platform, write
@@ -280,13 +290,6 @@ def test_denormals_are_flushed_as_without_a_store():
     np.testing.assert_array_equal(jax.jit(spilled)(x), flushed)
     np.testing.assert_array_equal(flushed, 0)
     assert store.counters().late == 1
-
-
-def usage():
-    """Open files, threads and resident bytes of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    files, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
-    return files, threads, pages * resource.getpagesize()
 
 
 def test_two_hundred_steps_grow_nothing(tmp_path):

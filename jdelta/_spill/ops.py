@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdelta._errors import SpillError
+from jdelta._spill.library import PREFETCH, READ, WRITE
 from jdelta._spill.store import Store
 
 
@@ -41,7 +42,7 @@ def write(
     _check_dtype(x.dtype)
 
     def call(x: jax.Array, row: jax.Array) -> jax.Array:
-        write = jax.ffi.ffi_call("jdelta_spill_write", _result((), jnp.int32, x))
+        write = jax.ffi.ffi_call(WRITE, _result((), jnp.int32, x))
         return write(x, _like(row, x), **_attributes(store, slot))
 
     specs = (_spec(sharding), PartitionSpec())
@@ -72,7 +73,7 @@ def read(
         part = jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
 
     def call(token: jax.Array, row: jax.Array) -> jax.Array:
-        read = jax.ffi.ffi_call("jdelta_spill_read", _result(part.shape, part.dtype, token))
+        read = jax.ffi.ffi_call(READ, _result(part.shape, part.dtype, token))
         return read(token, _like(row, token), **_attributes(store, slot))
 
     specs = (PartitionSpec(), PartitionSpec())
@@ -94,7 +95,7 @@ def prefetch(
     """
 
     def call(token: jax.Array, row: jax.Array) -> jax.Array:
-        prefetch = jax.ffi.ffi_call("jdelta_spill_prefetch", _result((), jnp.int32, token))
+        prefetch = jax.ffi.ffi_call(PREFETCH, _result((), jnp.int32, token))
         return prefetch(token, _like(row, token), **_attributes(store, slot))
 
     specs = (PartitionSpec(), PartitionSpec())

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
 import numpy as np
 
+from jdelta._errors import SpillError
 from jdelta._spill.library import Key
 from jdelta._spill.options import Spill
 from jdelta._spill.store import Store
@@ -15,7 +18,7 @@ from jdelta._spill.store import Store
 TENSOR = 8 << 20
 """Bytes of one tensor of the measurement."""
 
-SECONDS = 0.3
+SECONDS = 0.2
 """About how long each direction is measured."""
 
 MOST = 32
@@ -50,10 +53,48 @@ def measure_rates(spill: Spill) -> SpillRates:
         store.close()
 
 
+def agreed_rates(spill: Spill) -> SpillRates:
+    """The rates that all processes of a job plan with: the least that any of them has measured.
+
+    With rates of its own each process might spill other values, and so compile another program.
+    Where there are several processes, all have to ask.
+
+    Raises:
+        SpillError: The directory cannot be used, here or on another process.
+    """
+    if jax.process_count() == 1:
+        return measure_rates(spill)
+    try:
+        rates = measure_rates(spill)
+    except SpillError:
+        _least(SpillRates(0.0, 0.0))  # so that no other process waits
+        raise
+    least = _least(rates)
+    if not least.write:
+        raise SpillError("spill: another process of the job cannot use its directory, see there")
+    return least
+
+
+def _least(rates: SpillRates) -> SpillRates:
+    """The least rates over all processes."""
+    from jax.experimental import multihost_utils  # slow to import
+
+    gather: Any = multihost_utils.process_allgather
+    write, read = np.min(gather(np.array([rates.write, rates.read])), axis=0)
+    return SpillRates(float(write), float(read))
+
+
 def _measure(store: Store, most: int) -> SpillRates:
     data = np.arange(TENSOR, dtype=np.uint8)
-    store.put(Key(0, 0, 0, -1), data)  # makes threads and memory
-    store.settle()
+    # A step writes where it has written before. The first round finds pages and parts of a file
+    # that the system has still to find memory for, which may take longer than to write them.
+    _, many = _round(store, data, most)
+    rates, _ = _round(store, data, many)
+    return rates
+
+
+def _round(store: Store, data: np.ndarray[Any, Any], most: int) -> tuple[SpillRates, int]:
+    """Rates of writing and of reading at most so many tensors, and how many were written."""
     start, many = time.perf_counter(), 0
     while many < most and time.perf_counter() - start < SECONDS:
         store.put(Key(0, 0, 0, many), data)
@@ -65,4 +106,7 @@ def _measure(store: Store, most: int) -> SpillRates:
         back += 1
         store.get(Key(0, 0, 0, many - back), data)
     end = time.perf_counter()
-    return SpillRates(many * TENSOR / (written - start), back * TENSOR / (end - written))
+    rates = SpillRates(many * TENSOR / (written - start), back * TENSOR / (end - written))
+    for row in range(many - back):
+        store.get(Key(0, 0, 0, row), data)
+    return rates, many

@@ -1,0 +1,126 @@
+"""What a step writes to files and reads back, and whether the compiled program does."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+
+from jdelta._budget import format_bytes
+from jdelta._decision import Decision
+from jdelta._errors import SpillError
+from jdelta._hlo import Computation, Instruction, Module, parse
+from jdelta._residual import Residual
+from jdelta._spill.library import READ, WRITE
+
+_SLOT = re.compile(r"\bslot = (\d+)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in the program where a value is written.
+
+    Attributes:
+        name: Name of the value.
+        bytes: Bytes per device of one instance.
+        kept: Instances in files at once: iterations of the loops that keep them.
+        trips: Instances that a step writes: iterations of all loops around.
+    """
+
+    name: str
+    bytes: int
+    kept: int
+    trips: int
+
+
+@dataclass
+class Emitted:
+    """What an evaluation of a step writes.
+
+    Attributes:
+        places: The places by their number in the store, the slot.
+    """
+
+    places: dict[int, Place] = field(default_factory=dict[int, Place])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes per device that are in files at once."""
+        return sum(place.bytes * place.kept for place in self.places.values())
+
+    @property
+    def written(self) -> int:
+        """Bytes per device that a step writes."""
+        return sum(place.bytes * place.trips for place in self.places.values())
+
+
+def check_spilled(
+    residuals: Sequence[Residual],
+    decisions: Mapping[str, Decision],
+    emitted: Emitted,
+    compiled: jax.stages.Compiled,
+) -> None:
+    """Check that a compiled program writes and reads all that a plan spills.
+
+    XLA removes a write whose value nobody reads, and a residual may be spilled by name that the
+    step, as it was emitted, does not hand from the forward to the backward pass. That is right only
+    for what the backward pass need not read, which takes no memory then: what enters a unit where
+    all is kept that is computed from it, and what a pin names in vain.
+
+    Args:
+        residuals: Residuals of the step.
+        decisions: What the plan does with each.
+        emitted: What the step was emitted to write.
+        compiled: The compiled program.
+
+    Raises:
+        SpillError: Some of them are not written, or not read, with all of their bytes.
+    """
+    planned = [r for r in residuals if decisions[r.name] is Decision.SPILL]
+    if not planned:
+        return
+    found = _found(emitted, parse(compiled.as_text() or ""))
+    handed = {place.name for place in emitted.places.values()}
+    read = [r for r in planned if (r.needed and not r.boundary) or handed & _names(r)]
+    missing = [r for r in read if max(found[name] for name in _names(r)) < r.bytes]
+    if missing:
+        names = ", ".join(r.name for r in missing[:5])
+        others = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise SpillError(
+            f"The plan spills {format_bytes(sum(r.bytes for r in planned))}, but the compiled "
+            f"program does not write and read back all bytes of {names}{others} "
+            f"({format_bytes(sum(r.bytes for r in missing))}). Take these out of pin=, or plan "
+            "without spill=."
+        )
+
+
+def _names(r: Residual) -> set[str]:
+    return {r.name, r.entering or r.name}
+
+
+def _found(emitted: Emitted, program: Module) -> Counter[str]:
+    """Bytes per device, by name, that the program holds in files at once and reads again."""
+    written, read = dict(_calls(program, WRITE)), dict(_calls(program, READ))
+    found: Counter[str] = Counter()
+    for slot, place in emitted.places.items():
+        if written.get(slot) == read.get(slot) == place.bytes:
+            found[place.name] += place.bytes * place.kept
+    return found
+
+
+def _calls(program: Module, target: str) -> Iterator[tuple[int, int]]:
+    """Slot and bytes of each of the custom calls of a kind."""
+    for computation in program.computations.values():
+        for instruction in computation:
+            slot = _SLOT.search(instruction.attributes)
+            if slot and instruction.attribute("custom_call_target") == target:
+                yield int(slot[1]), _value(instruction, computation).array.bytes
+
+
+def _value(call: Instruction, computation: Computation) -> Instruction:
+    """What is written, or read."""
+    written = call.attribute("custom_call_target") == WRITE
+    return computation.operands(call)[0] if written else call
