@@ -17,7 +17,8 @@ from jdelta._errors import BudgetError
 from jdelta._fusion import Compiler
 from jdelta._graph import labels
 from jdelta._peak import Timeline, timeline
-from jdelta._plan import Plan, plan
+from jdelta._plan import Plan
+from jdelta._planning import plan
 from jdelta._table import NUMBERED, aligned, format_seconds
 from jdelta._target import resolve
 from jdelta._trace import Trace, trace

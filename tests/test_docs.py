@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("module", ["_plan", "_largest", "_remat"])
+@pytest.mark.parametrize("module", ["_planning", "_largest", "_remat"])
 def test_examples_in_docstrings(module):
     failed, tried = doctest.testmod(importlib.import_module(f"jdelta.{module}"))
     assert tried > 3

@@ -12,8 +12,8 @@ import pytest
 
 import jdelta
 from jdelta import BudgetError, Decision, PlanMismatchError, TargetError, TraceError
-from jdelta._file import VERSION
 from jdelta._measure import measure
+from jdelta._plan_file import VERSION
 from jdelta._target import resolve
 
 LAYERS, WIDTH, ROWS = 8, 16, 2048
