@@ -34,7 +34,6 @@ from jdelta._solver import Knapsack as Knapsack
 from jdelta._solver import Milp as Milp
 from jdelta._spill import Spill as Spill
 from jdelta._target import Target as Target
-
-__version__ = "0.1.0"
+from jdelta._versions import __version__ as __version__
 
 logging.getLogger("jdelta").addHandler(logging.NullHandler())

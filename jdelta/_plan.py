@@ -27,6 +27,7 @@ from jdelta._report import page
 from jdelta._residual import Residual
 from jdelta._spill import Spill, SpillRates, Store
 from jdelta._table import format_table, rows, summary
+from jdelta._target import attached
 
 _NO_PLANS: Mapping[str, Any] = MappingProxyType({})
 
@@ -67,8 +68,9 @@ class Plan:
         target: Name of the target.
         donate_argnums: Arguments whose buffers the results may take, as compiled.
         static: Arguments that are constants of the program, by number or name.
-        arguments: Path, dtype and shape of each array among the others.
+        arguments: Path, dtype, shape and sharding of each array among the others.
         fingerprint: Digest of the plain program the plan was made for.
+        versions: Of ``jdelta``, ``jax`` and ``jaxlib`` that made the plan.
         spill: Where spilled values go; None if there is no such place.
         spill_rates: Bytes per second written and read there when the plan was made.
         aliases: From regions' names while tracing to their names here.
@@ -100,6 +102,7 @@ class Plan:
     static: Static = field(repr=False)
     arguments: tuple[str, ...] = field(repr=False)
     fingerprint: str
+    versions: tuple[tuple[str, str], ...] = field(repr=False)
     spill: Spill | None
     spill_rates: SpillRates | None
     aliases: tuple[tuple[str, str], ...] = field(repr=False)
@@ -192,7 +195,7 @@ class Plan:
             A function with the signature of the step, for arguments of the planned shapes.
 
         Raises:
-            TargetError: The plan was made ahead of time for devices that are not here.
+            TargetError: The plan was made for devices that are not here.
             PlanMismatchError: A loaded plan without ``step_fn``; and, when the result is called,
                 arguments or a program that the plan was not made for.
             BudgetError: With other donation than planned the step is over the budget.
@@ -202,19 +205,27 @@ class Plan:
             raise PlanMismatchError(
                 "A plan loaded from a file does not contain the step: call plan.jit(step_fn)."
             )
-        if ":" in self.target:
+        if not attached(self.target):
             raise TargetError(
-                f"The plan was made ahead of time for {self.target}, which cannot run here. Save "
-                "it with plan.save(path), or plan without target= on the machine that trains."
+                f"The plan was made for {self.target}, which is not attached to this machine. Save "
+                "it with plan.save(path), and on the machine that trains call "
+                "jdelta.load(path).jit(step_fn)."
             )
         donate = self.donate_argnums if donate_argnums is None else several(donate_argnums)
         planned = self._call if fun is self._step else None
-        ready = self._compiled if planned and donate == self.donate_argnums else None
+        runs = planned and ":" not in self.target and donate == self.donate_argnums
+        ready = self._compiled if runs else None
         static = planned.static if planned else None
         return PlannedStep(self, fun, donate, static, ready)
 
     def save(self, path: str) -> None:
-        """Write the plan to ``path`` as JSON, to be read by ``jdelta.load``."""
+        """Write the plan to ``path`` as JSON, to be read by ``jdelta.load``.
+
+        The file is described by a JSON Schema, ``jdelta/plan.schema.json``.
+
+        Raises:
+            SpillError: The plan spills to an adapter that is an object, which no file can hold.
+        """
         _plan_file.save(self, path)
 
     def explain(self, name: str) -> tuple[Explanation, ...]:
@@ -284,7 +295,14 @@ class Plan:
 
 
 def load(path: str) -> Plan:
-    """Read a plan written by ``Plan.save``.
+    """Read a plan written by ``Plan.save``; nothing is solved or compiled for that.
+
+    ``plan.jit(step_fn)`` of what is returned compiles the step under the same decisions, and
+    refuses another program, other arguments, or a peak over the budget. Another version of JAX
+    than the plan was made with is none of these.
+
+    Args:
+        path: The file.
 
     Raises:
         PlanMismatchError: The file is no plan, damaged, or of a version that is not understood.

@@ -29,6 +29,7 @@ from jdelta._solver import Knapsack, Milp, Solver
 from jdelta._spill import Spill, SpillRates, Store, measure_rates, require_platform
 from jdelta._target import Target, is_on_host, resolve
 from jdelta._trace import Trace, trace
+from jdelta._versions import versions
 from jdelta._ways import Way
 
 MARGIN = 0.05
@@ -272,6 +273,7 @@ def _plan(
         static=static,
         arguments=described(placed),
         fingerprint=found.fingerprint,
+        versions=versions(),
         spill=spill,
         spill_rates=rates,
         aliases=tuple(found.aliases.items()),
