@@ -27,6 +27,7 @@ from jdelta._planning import jit as jit
 from jdelta._planning import plan as plan
 from jdelta._remat import remat as remat
 from jdelta._residual import Residual as Residual
+from jdelta._rok import RokPoint as RokPoint
 from jdelta._schedule import Placement as Placement
 from jdelta._schedule import Schedule as Schedule
 from jdelta._schedule import schedule as schedule

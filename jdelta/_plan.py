@@ -25,6 +25,7 @@ from jdelta._policy import Policy
 from jdelta._region import Grouping
 from jdelta._report import page
 from jdelta._residual import Residual
+from jdelta._rok import RokPoint
 from jdelta._spill import Spill, SpillRates, Store
 from jdelta._table import format_table, rows, summary
 from jdelta._target import attached
@@ -258,7 +259,9 @@ class Plan:
         """
         return export(self, form)
 
-    def report(self, path: str, *, others: Mapping[str, Plan] = _NO_PLANS) -> None:
+    def report(
+        self, path: str, *, others: Mapping[str, Plan] = _NO_PLANS, rok: Sequence[RokPoint] = ()
+    ) -> None:
         """Write one self-contained HTML page: figures, pictures, every residual.
 
         A plan that transfers is compiled once more if its figures came from the disk cache. A plan
@@ -267,9 +270,10 @@ class Plan:
         Args:
             path: File to write.
             others: Further plans to compare it with (hand policies, other budgets), by name.
+            rok: Measured runs, to draw throughput over activation memory.
         """
         shown = picture(self, self._call) if self._call is not None else None
-        Path(path).write_text(page(self, shown, others), encoding="utf-8")
+        Path(path).write_text(page(self, shown, others, rok), encoding="utf-8")
 
     def picture(self) -> Picture:
         """What pictures of the plan show, as records: for ``jdelta.plot``, or one's own drawing.
