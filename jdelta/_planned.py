@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ from jdelta._versions import changed
 
 if TYPE_CHECKING:
     from jdelta._plan import Plan
+
+
+_LOG = logging.getLogger(__name__)
 
 
 class PlannedStep:
@@ -134,6 +138,7 @@ def _compiled(
 ) -> tuple[jax.stages.Compiled | None, Measurement, int]:
     """The program, what the compiler says of it, and its peak with what spilling holds beside."""
     step, _ = step_of(plan, call, donate)
+    _LOG.info("compiling the step under its plan, %s planned", format_bytes(plan.compiled_peak))
     emission = emit(step, plan.policy)
     options = emission.options
     program, measurement = measure(emission.lower(), step.target, options, executable=True)

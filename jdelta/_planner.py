@@ -509,7 +509,8 @@ def _largest(timeline: Timeline) -> str:
     """What is alive at the simulated peak, for messages."""
     values, names = timeline.graph.values, labels(timeline.graph)
     rows = [
-        f"{names[v]} {values[v].dtype}{list(values[v].shape)} {format_bytes(values[v].bytes)}"
+        f"{names[v]} {values[v].dtype}[{','.join(map(str, values[v].shape))}] "
+        f"{format_bytes(values[v].bytes)}"
         for v in timeline.alive(timeline.peak_index)[:4]
     ]
     return f"; the largest temporaries then are {', '.join(rows)}" if rows else ""
