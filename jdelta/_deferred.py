@@ -29,7 +29,11 @@ class DeferredPlan:
     _make: Callable[..., Plan] = field(repr=False)
 
     def jit(self, *, donate_argnums: int | Sequence[int] | None = None) -> Callable[..., Any]:
-        """The step, planned at the first call with each new set of shapes."""
+        """The step, planned at the first call with each new set of shapes.
+
+        Args:
+            donate_argnums: As in ``jax.jit``; default: those given to ``jdelta.plan``.
+        """
         donate = {} if donate_argnums is None else {"donate_argnums": several(donate_argnums)}
         options = {**self.options, **donate}
         make = functools.partial(self._make, self.step_fn, self.budget, **options)
