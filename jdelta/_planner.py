@@ -257,7 +257,7 @@ class Search:
         if floor.peak > bound and self.items.deep:
             floor = self._deep_floor(floor)
         if floor.peak > bound:
-            raise _too_small(bound, floor)
+            raise _too_small(bound, floor, self.step.target.platform)
         return floor
 
     def _deep_floor(self, floor: Candidate) -> Candidate:
@@ -493,14 +493,23 @@ def _wrong(fetches: Sequence[str]) -> str:
     )
 
 
-def _too_small(bound: int, floor: Candidate) -> BudgetError:
+_UNDONE = (
+    " XLA for CPUs undoes recompute outside of loops: run the layers under jax.lax.scan, spill to "
+    "files (spill=), or plan for the accelerator that is to train (target='tpu:v5e')."
+)
+
+
+def _too_small(bound: int, floor: Candidate, platform: str) -> BudgetError:
+    policy = floor.emission.policy
+    unrolled = policy is not None and any(loops == 0 for _, loops in policy.regions)
     host = floor.measurement.host if floor.measurement else 0
     away = f" and {format_bytes(host)} on the host" if host else ""
     return BudgetError(
         f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed"
         f"{away} the step still needs {format_bytes(floor.peak)} per device"
         f"{_largest(floor.emission.timeline)}. Raise the budget to the floor, donate the state "
-        "(donate_argnums), make the batch smaller, or mark smaller units with jdelta.remat.",
+        "(donate_argnums), make the batch smaller, or mark smaller units with jdelta.remat."
+        f"{_UNDONE if platform == 'cpu' and unrolled else ''}",
         floor=floor.peak,
     )
 

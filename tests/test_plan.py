@@ -13,6 +13,7 @@ import jdelta
 from jdelta import BudgetError, Decision, PlanMismatchError, TargetError, TraceError
 from jdelta._measure import measure
 from jdelta._target import resolve
+from tests import small
 
 LAYERS, WIDTH, ROWS = 8, 16, 2048
 
@@ -226,6 +227,14 @@ def test_below_the_floor():
     least = jdelta.plan(step, floor, *arguments(), donate_argnums=0)
     assert (least.compiled_peak, least.floor) == (floor, floor)
     assert least.estimates == ("ceiling",)
+
+
+def test_below_the_floor_of_an_unrolled_step_on_a_cpu_says_why():
+    with pytest.raises(BudgetError, match="XLA for CPUs undoes recompute outside of loops"):
+        jdelta.plan(small.unrolled_step, 0.1, *small.make_args(), donate_argnums=0)
+    with pytest.raises(BudgetError) as scanned:
+        jdelta.plan(small.step, 0.1, *small.make_args(), donate_argnums=0)
+    assert "undoes" not in str(scanned.value)
 
 
 def test_what_was_not_compiled_is_called_predicted(half):
