@@ -19,7 +19,7 @@ from jdelta._measure import Measurement, measure
 from jdelta._spill import named_errors
 from jdelta._target import resolve_planned
 from jdelta._trace import Trace, trace
-from jdelta._versions import changed
+from jdelta._versions import other_versions
 
 if TYPE_CHECKING:
     from jdelta._plan import Plan
@@ -123,7 +123,7 @@ def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Comp
     """Compile a step under a plan and check it against the budget."""
     program, _, peak = _compiled(plan, call, donate)
     if program is None or peak > plan.budget:
-        others = changed(plan.versions)
+        others = other_versions(plan.versions)
         raise BudgetError(
             f"Compiled with donate_argnums={donate} the step needs "
             f"{format_bytes(peak)}, over the budget of {format_bytes(plan.budget)}; "
@@ -169,7 +169,7 @@ def _other_program(plan: Plan, found: Trace) -> str:
         for what, names in (("it lacks", planned - here), ("it has", here - planned))
         if names
     ]
-    others = changed(plan.versions)
+    others = other_versions(plan.versions)
     cause = f"the plan was made with {others}" if others else "jax and jaxlib are the same"
     return (
         f"The plan was made for program {plan.fingerprint}, this is {found.fingerprint}, of equal "

@@ -21,7 +21,7 @@ def versions() -> tuple[tuple[str, str], ...]:
     return ("jdelta", __version__), *((package, version(package)) for package in ("jax", "jaxlib"))
 
 
-def changed(then: tuple[tuple[str, str], ...]) -> str:
+def other_versions(then: tuple[tuple[str, str], ...]) -> str:
     """Which of the versions that a plan was made with are others here; empty if none is."""
     now = dict(versions())
     return ", ".join(
