@@ -8,6 +8,7 @@ these, the pool of spilled values included. Throughput is the floating-point wor
 CPU's host memory is its device memory. What else runs on the machine shows in the times.
 
     python -m benchmarks.rok --directory /nvme --json benchmarks/results/rok.json
+    python -m benchmarks.rok --json benchmarks/results/rok.json --picture docs/rok.png
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ import jdelta
 from benchmarks import record
 from benchmarks.models import Case, checkpoint, find, identity
 from benchmarks.record import Row, mib
+from jdelta import plot
 from jdelta._files import to_files
 from jdelta._spill import measure_rates
 
@@ -125,11 +127,29 @@ def markdown(rows: list[Row]) -> str:
     return record.table(HEADS, map(cells, rows))
 
 
+def points(rows: list[Row]) -> list[jdelta.RokPoint]:
+    """The rows as the picture shows them."""
+    return [
+        jdelta.RokPoint(
+            way=r["way"],
+            batch=r["batch"],
+            activation=r["activation"],
+            rate=r["flops"] / statistics.median(r["seconds"]),
+            step=r["step"],
+        )
+        for r in rows
+    ]
+
+
 def main() -> None:
     parser = record.parser(__doc__, STEPS)
     parser.add_argument("--directory", default=".", help="where to spill to")
     parser.add_argument("--batch", action="append", type=int, help="default: 4 8 16 32")
+    parser.add_argument("--picture", help="draw what the file has; run none")
     options = record.options(parser, markdown)
+    if options.picture:
+        plot.rok(points(record.load(options.json))).savefig(options.picture, dpi=110)
+        return
     jobs = [
         {"step": step, "batch": batch, "way": way, "directory": options.directory}
         for step in options.step or STEPS

@@ -3,6 +3,7 @@
 import logging
 
 from jdelta._decision import Decision as Decision
+from jdelta._deferred import DeferredPlan as DeferredPlan
 from jdelta._drift import SpillDriftWarning as SpillDriftWarning
 from jdelta._endurance import Endurance as Endurance
 from jdelta._endurance import endurance as endurance
@@ -20,13 +21,13 @@ from jdelta._largest import Largest as Largest
 from jdelta._largest import largest as largest
 from jdelta._oom import OutOfMemory as OutOfMemory
 from jdelta._oom import explain_oom as explain_oom
-from jdelta._plan import DeferredPlan as DeferredPlan
 from jdelta._plan import Plan as Plan
-from jdelta._plan import jit as jit
 from jdelta._plan import load as load
-from jdelta._plan import plan as plan
+from jdelta._planning import jit as jit
+from jdelta._planning import plan as plan
 from jdelta._remat import remat as remat
 from jdelta._residual import Residual as Residual
+from jdelta._rok import RokPoint as RokPoint
 from jdelta._schedule import Placement as Placement
 from jdelta._schedule import Schedule as Schedule
 from jdelta._schedule import schedule as schedule
@@ -34,7 +35,6 @@ from jdelta._solver import Knapsack as Knapsack
 from jdelta._solver import Milp as Milp
 from jdelta._spill import Spill as Spill
 from jdelta._target import Target as Target
-
-__version__ = "0.1.0"
+from jdelta._versions import __version__ as __version__
 
 logging.getLogger("jdelta").addHandler(logging.NullHandler())

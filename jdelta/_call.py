@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, NamedSharding
 
-from jdelta._target import Target
+from jdelta._target import Target, is_on_host
 
 Static = tuple[int | str, ...]
 """Arguments that are constants of the program: by number or by name."""
@@ -139,7 +140,11 @@ def _place(leaf: Any) -> Any:
 
 
 def described(args: Any) -> tuple[str, ...]:
-    """A line for each leaf of the arguments: its path, dtype and shape."""
+    """A line for each leaf of the arguments: its path, dtype and shape, and how it is cut.
+
+    Args:
+        args: Arguments placed on a target.
+    """
     return tuple(
         f"args{jax.tree_util.keystr(path)}: {_described(leaf)}"
         for path, leaf in jax.tree.leaves_with_path(args)
@@ -148,17 +153,46 @@ def described(args: Any) -> tuple[str, ...]:
 
 def _described(leaf: Any) -> str:
     if isinstance(leaf, (bool, int, float, complex)):
-        leaf = jax.typeof(leaf)
+        return f"{jax.typeof(leaf).dtype}[]"
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return type(leaf).__name__
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]{_cut(leaf)}"
+
+
+def _cut(leaf: Any) -> str:
+    """How an array is cut over devices, and its memory if that is not the device's own.
+
+    The same for all ways to say the same: mesh axes of one device, and dimensions at the end that
+    are not cut, are left out.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    where = " in host memory" if is_on_host(leaf) else ""
+    if sharding is None or len(sharding.device_set) == 1:
+        return where
+    if not isinstance(sharding, NamedSharding):
+        return f" {sharding}"
+    mesh = sharding.mesh
+    sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types = {name: "" if kinds[name] is AxisType.Auto else f" {kinds[name].name}" for name in sizes}
+    cuts = [_axes(entry, sizes) for entry in sharding.spec]
+    while cuts and cuts[-1] == "None":
+        cuts.pop()
+    over = ", ".join(f"{name}={size}{types[name]}" for name, size in sizes.items())
+    return f" P({', '.join(cuts)}) over {over}{where}"
+
+
+def _axes(entry: Any, sizes: Mapping[str, int]) -> str:
+    """The mesh axes that a dimension is cut over, those of one device left out."""
+    axes = [axis for axis in several(() if entry is None else entry) if axis in sizes]
+    return axes[0] if len(axes) == 1 else f"({', '.join(axes)})" if axes else "None"
 
 
 def difference(planned: Sequence[str], given: Sequence[str]) -> str | None:
     """How arguments differ from those that a plan was made for; None if they do not."""
     expected, came = (dict(line.split(": ", 1) for line in lines) for lines in (planned, given))
     changed = [
-        f"{path} was {expected.get(path, 'not there')}, is {came.get(path, 'not there')}"
+        f"{path}: expected {expected.get(path, 'none')}, came {came.get(path, 'none')}"
         for path in dict.fromkeys([*expected, *came])
         if expected.get(path) != came.get(path)
     ]

@@ -93,16 +93,28 @@ def wrong_order(fetches: Sequence[str]) -> str:
     )
 
 
-def too_small(bound: int, floor: Candidate) -> BudgetError:
+def too_small(bound: int, floor: Candidate, platform: str) -> BudgetError:
     """The error of a budget below the floor."""
-    host = floor.measurement.host if floor.measurement else 0
+    host, undone = (m.host, m.undone) if (m := floor.measurement) else (0, ())
     away = f" and {format_bytes(host)} on the host" if host else ""
     return BudgetError(
         f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed"
         f"{away} the step still needs {format_bytes(floor.peak)} per device"
         f"{_largest(floor.emission.timeline)}. Raise the budget to the floor, donate the state "
-        "(donate_argnums), make the batch smaller, or mark smaller units with jdelta.remat.",
+        "(donate_argnums), make the batch smaller, or mark smaller units with jdelta.remat."
+        f"{_merged(undone) if platform == 'cpu' else ''}",
         floor=floor.peak,
+    )
+
+
+def _merged(undone: Sequence[str]) -> str:
+    """What to do about XLA for CPUs, which merges recompute with what it repeats."""
+    if not undone:
+        return ""
+    return (
+        f" The compiler keeps {len(undone)} values all the same, such as {undone[0]}: XLA for CPUs "
+        "undoes recompute outside of loops. Run the layers under jax.lax.scan, spill to files "
+        "(spill=), or plan for the accelerator that is to train (target='tpu:v5e')."
     )
 
 
@@ -110,7 +122,8 @@ def _largest(timeline: Timeline) -> str:
     """What is alive at the simulated peak, for messages."""
     values, names = timeline.graph.values, labels(timeline.graph)
     rows = [
-        f"{names[v]} {values[v].dtype}{list(values[v].shape)} {format_bytes(values[v].bytes)}"
+        f"{names[v]} {values[v].dtype}[{','.join(map(str, values[v].shape))}] "
+        f"{format_bytes(values[v].bytes)}"
         for v in timeline.alive(timeline.peak_index)[:4]
     ]
     return f"; the largest temporaries then are {', '.join(rows)}" if rows else ""

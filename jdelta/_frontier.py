@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdelta._errors import BudgetError
-from jdelta._plan import Plan, plan
+from jdelta._plan import Plan
+from jdelta._planning import plan
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 

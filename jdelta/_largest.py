@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdelta._errors import BudgetError
-from jdelta._plan import Plan, plan
+from jdelta._plan import Plan
+from jdelta._planning import plan
 
 RESOLUTION = 32
 """A size is found up to one part in this many."""

@@ -72,7 +72,8 @@ class Planning:
         return (search, found) if is_done else self._apart(search, found)
 
     def _search(self, grouping: Grouping, before: Search | None = None) -> Search:
-        _LOG.info("tracing the step, %d layers in an iteration of its loops", grouping.layers)
+        loops = f", {grouping.layers} layers in an iteration" if grouping.layers > 1 else ""
+        _LOG.info("tracing the step%s", loops)
         trace = self.traced(grouping)
         step = self.step(trace)
         residuals = with_boundaries(trace, step.target)

@@ -1,7 +1,6 @@
 """What the compiler says a program takes."""
 
 import dataclasses
-import importlib.metadata
 import os
 import re
 import time
@@ -17,6 +16,7 @@ from jdelta._marks import NOTHING, Computed
 from jdelta._overlap import NO_TRANSFERS, Overlap, read_overlap
 from jdelta._stride import forward_fetches
 from jdelta._target import Target
+from jdelta._versions import COMPILERS, version
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REFUSAL = re.compile(
@@ -35,7 +35,6 @@ _SETTINGS = (
     "jax_memory_fitting_level",
     "jax_optimization_level",
 )
-_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,15 +147,8 @@ def _name(
         repr(sorted(computed.again)),
         *(os.environ.get(flags, "") for flags in _FLAGS),
         *(str(getattr(jax.config, setting, "")) for setting in _SETTINGS),
-        *(_version(package) for package in _PACKAGES),
+        *map(version, COMPILERS),
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _read(name: str) -> Measurement | None:

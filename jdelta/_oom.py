@@ -17,7 +17,8 @@ from jdelta._errors import BudgetError
 from jdelta._fusion import Compiler
 from jdelta._graph import labels
 from jdelta._peak import Timeline, timeline
-from jdelta._plan import Plan, plan
+from jdelta._plan import Plan
+from jdelta._planning import plan
 from jdelta._table import NUMBERED, aligned, format_seconds
 from jdelta._target import resolve
 from jdelta._trace import Trace, trace
@@ -33,7 +34,7 @@ class Alive:
         what: "argument" or "temporary".
         name: Path in the arguments; name of the residual, or what makes the temporary, ``*`` for
             the number of alike units.
-        shape: Dtype and shape of each; "arrays" for arguments.
+        shape: Dtype and shape of each; "arrays" for arguments of several.
         count: How many there are.
         bytes: Bytes of all of them on one device.
     """
@@ -135,13 +136,19 @@ def explain_oom(
 
 def _arguments(args: Any) -> list[Alive]:
     """Arguments, each by its own parts: ``args[0].params``."""
-    count: Counter[str] = Counter()
-    size: Counter[str] = Counter()
+    leaves: dict[str, list[Any]] = {}
     for path, leaf in jax.tree.leaves_with_path(args):
-        name = f"args{jax.tree_util.keystr(path[:2])}"
-        count[name] += 1
-        size[name] += local_bytes(leaf)
-    return [Alive("argument", name, "arrays", count[name], size[name]) for name in count]
+        leaves.setdefault(f"args{jax.tree_util.keystr(path[:2])}", []).append(leaf)
+    return [
+        Alive(
+            "argument",
+            name,
+            "arrays" if len(parts) > 1 else _shape(parts[0]),
+            len(parts),
+            sum(map(local_bytes, parts)),
+        )
+        for name, parts in leaves.items()
+    ]
 
 
 def _temporaries(line: Timeline, found: Trace) -> list[Alive]:
@@ -149,10 +156,13 @@ def _temporaries(line: Timeline, found: Trace) -> list[Alive]:
     values, names = line.graph.values, labels(line.graph, found.plan_name)
     alive = line.alive(line.peak_index)
     count = Counter((_alike(names[v]), values[v]) for v in alive)
-    return [
-        Alive("temporary", name, f"{v.dtype}[{','.join(map(str, v.shape))}]", n, n * v.bytes)
-        for (name, v), n in count.items()
-    ]
+    return [Alive("temporary", name, _shape(v), n, n * v.bytes) for (name, v), n in count.items()]
+
+
+def _shape(array: Any) -> str:
+    if not hasattr(array, "shape"):
+        array = jax.typeof(array)
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
 def _alike(name: str) -> str:

@@ -1,31 +1,23 @@
-"""``jdelta.plan`` and what it returns: the only file that knows the whole pipeline."""
+"""A plan: what becomes of every residual of a step, and what the compiler says of it."""
 
 from __future__ import annotations
 
 import functools
 import html
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias, overload
+from typing import Any
 
 import jax
 
-from jdelta import _file, _reordered
-from jdelta._budget import format_bytes, parse_budget, parse_host_budget
-from jdelta._call import Call, Static, call_of, described, several
-from jdelta._candidate import Found
-from jdelta._cost import program_seconds
+from jdelta import _plan_file
+from jdelta._call import Call, Static, several
 from jdelta._decision import Decision
-from jdelta._emit import Step
-from jdelta._errors import BudgetError, PlanMismatchError, SpillError, TargetError
+from jdelta._errors import PlanMismatchError, SpillError, TargetError
 from jdelta._explain import Explanation, explain
 from jdelta._export import export
-from jdelta._files import to_files
-from jdelta._layers import Planning
-from jdelta._measure import Measurement
 from jdelta._overlap import Overlap
 from jdelta._picture import Picture, picture
 from jdelta._planned import PlannedStep, compiled
@@ -33,22 +25,12 @@ from jdelta._policy import Policy
 from jdelta._region import Grouping
 from jdelta._report import page
 from jdelta._residual import Residual
-from jdelta._solution import Outcome
-from jdelta._solver import Knapsack, Milp, Solver
-from jdelta._spill import Spill, SpillRates, Store, agreed_rates, require_platform
+from jdelta._rok import RokPoint
+from jdelta._spill import Spill, SpillRates, Store
 from jdelta._table import format_table, rows, summary
-from jdelta._target import Target, is_on_host, resolve
-from jdelta._trace import Trace, trace
-from jdelta._ways import Way
-
-MARGIN = 0.05
-"""Share of a target's memory left to allocator and runtime when no budget is given."""
-
-Pins: TypeAlias = Mapping[str, Decision | str] | Callable[..., Any]
+from jdelta._target import attached
 
 _NO_PLANS: Mapping[str, Any] = MappingProxyType({})
-_NO_PINS: Pins = MappingProxyType({})
-_SOLVERS: Mapping[str, Solver] = {"knapsack": Knapsack(), "milp": Milp()}
 
 
 @dataclass(frozen=True)
@@ -87,8 +69,9 @@ class Plan:
         target: Name of the target.
         donate_argnums: Arguments whose buffers the results may take, as compiled.
         static: Arguments that are constants of the program, by number or name.
-        arguments: Path, dtype and shape of each array among the others.
+        arguments: Path, dtype, shape and sharding of each array among the others.
         fingerprint: Digest of the plain program the plan was made for.
+        versions: Of ``jdelta``, ``jax`` and ``jaxlib`` that made the plan.
         spill: Where spilled values go; None if there is no such place.
         spill_rates: Bytes per second written and read there when the plan was made.
         aliases: From regions' names while tracing to their names here.
@@ -123,6 +106,7 @@ class Plan:
     static: Static = field(repr=False)
     arguments: tuple[str, ...] = field(repr=False)
     fingerprint: str
+    versions: tuple[tuple[str, str], ...] = field(repr=False)
     spill: Spill | None
     spill_rates: SpillRates | None
     aliases: tuple[tuple[str, str], ...] = field(repr=False)
@@ -216,7 +200,7 @@ class Plan:
             A function with the signature of the step, for arguments of the planned shapes.
 
         Raises:
-            TargetError: The plan was made ahead of time for devices that are not here.
+            TargetError: The plan was made for devices that are not here.
             PlanMismatchError: A loaded plan without ``step_fn``; and, when the result is called,
                 arguments or a program that the plan was not made for.
             BudgetError: With other donation than planned the step is over the budget.
@@ -226,20 +210,28 @@ class Plan:
             raise PlanMismatchError(
                 "A plan loaded from a file does not contain the step: call plan.jit(step_fn)."
             )
-        if ":" in self.target:
+        if not attached(self.target):
             raise TargetError(
-                f"The plan was made ahead of time for {self.target}, which cannot run here. Save "
-                "it with plan.save(path), or plan without target= on the machine that trains."
+                f"The plan was made for {self.target}, which is not attached to this machine. Save "
+                "it with plan.save(path), and on the machine that trains call "
+                "jdelta.load(path).jit(step_fn)."
             )
         donate = self.donate_argnums if donate_argnums is None else several(donate_argnums)
         planned = self._call if fun is self._step else None
-        ready = self._compiled if planned and donate == self.donate_argnums else None
+        runs = planned and ":" not in self.target and donate == self.donate_argnums
+        ready = self._compiled if runs else None
         static = planned.static if planned else None
         return PlannedStep(self, fun, donate, static, ready)
 
     def save(self, path: str) -> None:
-        """Write the plan to ``path`` as JSON, to be read by ``jdelta.load``."""
-        _file.save(self, path)
+        """Write the plan to ``path`` as JSON, to be read by ``jdelta.load``.
+
+        The file is described by a JSON Schema, ``jdelta/plan.schema.json``.
+
+        Raises:
+            SpillError: The plan spills to an adapter that is an object, which no file can hold.
+        """
+        _plan_file.save(self, path)
 
     def explain(self, name: str) -> tuple[Explanation, ...]:
         """Why the plan decides as it does about a residual, and what would change that.
@@ -271,7 +263,9 @@ class Plan:
         """
         return export(self, form)
 
-    def report(self, path: str, *, others: Mapping[str, Plan] = _NO_PLANS) -> None:
+    def report(
+        self, path: str, *, others: Mapping[str, Plan] = _NO_PLANS, rok: Sequence[RokPoint] = ()
+    ) -> None:
         """Write one self-contained HTML page: figures, pictures, every residual.
 
         A plan that transfers is compiled once more if its figures came from the disk cache. A plan
@@ -280,9 +274,10 @@ class Plan:
         Args:
             path: File to write.
             others: Further plans to compare it with (hand policies, other budgets), by name.
+            rok: Measured runs, to draw throughput over activation memory.
         """
         shown = picture(self, self._call) if self._call is not None else None
-        Path(path).write_text(page(self, shown, others), encoding="utf-8")
+        Path(path).write_text(page(self, shown, others, rok), encoding="utf-8")
 
     def picture(self) -> Picture:
         """What pictures of the plan show, as records: for ``jdelta.plot``, or one's own drawing.
@@ -307,331 +302,17 @@ class Plan:
         return f"{format_table(rows(self.residuals, self.decisions))}\n\n{summary(self)}"
 
 
-@overload
-def plan(
-    step_fn: Callable[..., Any],
-    budget: int | float | str | None = None,
-    *,
-    target: str | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    solver: str | Solver = "knapsack",
-    host_budget: int | str | None = None,
-    pin: Pins = _NO_PINS,
-    per_layer: bool = True,
-    spill: str | Spill | None = None,
-    reorder: bool = False,
-) -> DeferredPlan: ...
-@overload
-def plan(
-    step_fn: Callable[..., Any],
-    budget: int | float | str | None,
-    first: Any,
-    /,
-    *args: Any,
-    target: str | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    solver: str | Solver = "knapsack",
-    host_budget: int | str | None = None,
-    pin: Pins = _NO_PINS,
-    per_layer: bool = True,
-    spill: str | Spill | None = None,
-    reorder: bool = False,
-) -> Plan: ...
-def plan(
-    step_fn: Callable[..., Any],
-    budget: int | float | str | None = None,
-    *args: Any,
-    target: str | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    solver: str | Solver = "knapsack",
-    host_budget: int | str | None = None,
-    pin: Pins = _NO_PINS,
-    per_layer: bool = True,
-    spill: str | Spill | None = None,
-    reorder: bool = False,
-) -> Plan | DeferredPlan:
-    """Plan a training step to a memory budget, compile it under the plan and check it.
-
-    Args:
-        step_fn: Any function that ``jax.jit`` accepts and that takes a gradient inside. Its units
-            of recompute are those marked by ``jdelta.remat``; if none is, they are found in the
-            program. It is not edited.
-        budget: Bound on the peak per device of the whole compiled step: bytes (``int``), a size
-            (``"14GiB"``, ``"14GB"``), or a share of the plain step's compiled peak (``0.5``,
-            ``"50%"``). Default: the target's memory less 5 %.
-        *args: Arguments of the step: arrays or ``jax.ShapeDtypeStruct``, on one device or with
-            ``NamedSharding``, and NNX objects as in ``nnx.jit``. For devices that are not here give
-            the shapes shardings over a ``jax.sharding.AbstractMesh``: the target's devices take
-            their places in it. Without any arguments, planning is put off until the result's
-            ``jit`` is called.
-        target: Default: the devices the arguments live on. Ahead of time: ``"tpu:v5e:2x2"``,
-            ``"tpu:v5p:2x2x1"``, ``"tpu:v6e:4x4"``, ``"cuda:h100"``, ``"cuda:a100"``,
-            ``"cuda:b200"``.
-        donate_argnums: As in ``jax.jit``; donated arguments count once in the peak.
-        static_argnums: As in ``jax.jit``.
-        static_argnames: As in ``jax.jit``.
-        solver: ``"knapsack"`` (DELTA's heuristic), ``"milp"`` (exact, HiGHS), or a solver object.
-        host_budget: Bound on the bytes per device that the plan offloads to pinned host memory, 0
-            for no offload; default: the host memory of the target, as far as it is known, shared by
-            the devices of a process, less arguments that live there.
-        pin: Decisions taken by hand: from a pattern of residual names (``"h/mlp/*"``) to
-            ``"save"``, ``"offload"`` or ``"recompute"``. One layer of a scan is then decided like
-            the others. Or a ``jax.checkpoint`` policy, which then decides everything: so a policy
-            written by hand is compiled, checked and shown like a plan.
-        per_layer: Whether layers of a scan may be decided differently where that pays. The planned
-            loop then runs several layers in an iteration, which ``plan.jit`` can do, but no plan
-            used as a mere policy: False where the plan is to be one.
-        spill: A directory for values that neither device nor host have room for, or a
-            ``jdelta.Spill``: they are written to files there in the forward pass, and read back
-            ahead of their use. Only ``plan.jit`` and ``jdelta.jit`` can do that.
-        reorder: Whether weight updates may be moved into the backward loops, where no gradient of
-            all layers is there at once. Done only if the compiled peak is lower for it, and only in
-            what ``plan.jit`` runs. Compiles about twice as many programs.
-
-    Returns:
-        A ``Plan``; without ``args`` a ``DeferredPlan``.
-
-    Raises:
-        BudgetError: The budget is malformed, above the target's memory, or below the floor; or more
-            is pinned to the host than ``host_budget``.
-        TraceError: The step takes no gradient, or none through what is marked.
-        TargetError: The target is unknown or its compiler is not installed.
-        OffloadError: The compiled program does not offload what was planned.
-        PlanMismatchError: A pattern of ``pin`` fits nothing.
-        SpillError: Nothing can be spilled on the target, or to the directory.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jdelta
-        >>> def loss(w, x):
-        ...     layer = lambda x, w: (x + jnp.tanh(x @ w), None)
-        ...     return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
-        >>> step = lambda w, x: w - 0.1 * jax.grad(loss)(w, x)
-        >>> w = jax.ShapeDtypeStruct((8, 128, 128), jnp.float32)
-        >>> x = jax.ShapeDtypeStruct((4096, 128), jnp.float32)
-        >>> plan = jdelta.plan(step, 0.6, w, x)
-        >>> plan.compiled_peak <= plan.budget < plan.ceiling
-        True
-        >>> sorted({decision.value for decision in plan.decisions.values()})
-        ['recompute', 'save']
-    """
-    options: dict[str, Any] = {
-        "target": target,
-        "donate_argnums": several(donate_argnums),
-        "static": (*several(static_argnums), *several(static_argnames)),
-        "solver": _solver(solver),
-        "host_budget": host_budget,
-        "pin": pin,
-        "per_layer": per_layer,
-        "spill": None if spill is None else Spill.of(spill),
-        "reorder": reorder,
-    }
-    if budget is not None:
-        parse_budget(budget)
-    if not args:
-        return DeferredPlan(step_fn, budget, options)
-    call = call_of(step_fn, options["static"], args, {})
-    return _plan(step_fn, budget, call, **options)
-
-
-def jit(
-    step_fn: Callable[..., Any], *, budget: int | float | str | None = None, **options: Any
-) -> Callable[..., Any]:
-    """``jax.jit`` within a memory budget: plans at the first call, and again for new shapes.
-
-    Args:
-        step_fn: As in ``jdelta.plan``.
-        budget: As in ``jdelta.plan``.
-        **options: The other keyword arguments of ``jdelta.plan``.
-
-    Returns:
-        A function with the signature of the step. Its ``plans`` lists the plans made so far.
-
-    Raises:
-        JdeltaError: When called, what ``jdelta.plan`` raises.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jdelta
-        >>> def step(w, x):
-        ...     grad = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.exp(x @ w))))(w)
-        ...     return w - 0.1 * grad
-        >>> step = jdelta.jit(step, budget="64MiB", donate_argnums=0)
-        >>> step(jnp.ones((8, 8)), jnp.ones((4, 8))).shape
-        (8, 8)
-        >>> len(step.plans)
-        1
-    """
-    return plan(step_fn, budget, **options).jit()
-
-
 def load(path: str) -> Plan:
-    """Read a plan written by ``Plan.save``.
+    """Read a plan written by ``Plan.save``; nothing is solved or compiled for that.
+
+    ``plan.jit(step_fn)`` of what is returned compiles the step under the same decisions, and
+    refuses another program, other arguments, or a peak over the budget. Another version of JAX
+    than the plan was made with is none of these.
+
+    Args:
+        path: The file.
 
     Raises:
         PlanMismatchError: The file is no plan, damaged, or of a version that is not understood.
     """
-    return _file.load(path, Plan)
-
-
-@dataclass(frozen=True)
-class DeferredPlan:
-    """A plan without arguments yet: made when the function that ``jit`` returns is first called.
-
-    Attributes:
-        step_fn: The step.
-        budget: As given to ``jdelta.plan``.
-        options: The other arguments of ``jdelta.plan``.
-    """
-
-    step_fn: Callable[..., Any]
-    budget: int | float | str | None
-    options: Mapping[str, Any] = field(hash=False)
-
-    def jit(self, *, donate_argnums: int | Sequence[int] | None = None) -> Callable[..., Any]:
-        """The step, planned at the first call with each new set of shapes."""
-        donate = {} if donate_argnums is None else {"donate_argnums": several(donate_argnums)}
-        return _Deferred(self.step_fn, self.budget, {**self.options, **donate})
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        """Refused: there are no decisions yet."""
-        raise PlanMismatchError(
-            "This plan has no arguments yet, so it cannot serve as a policy. Give jdelta.plan the "
-            "step's arguments (arrays or jax.ShapeDtypeStruct), or use the function that .jit() "
-            "of this plan returns."
-        )
-
-
-class _Deferred:
-    """Plans a step once for each set of shapes it is called with."""
-
-    def __init__(self, step_fn: Callable[..., Any], budget: Any, options: Mapping[str, Any]):
-        self._call_of = functools.partial(call_of, step_fn, options["static"])
-        self._plan_of = lambda call: _plan(step_fn, budget, call, **options)
-        self._steps: dict[Any, PlannedStep] = {}
-        self.plans: list[Plan] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._call_of(args, kwargs)
-        if call.key not in self._steps:
-            plan = self._plan_of(call)
-            self.plans.append(plan)
-            self._steps[call.key] = plan.jit()
-        return self._steps[call.key].run(call)
-
-
-def _plan(
-    step_fn: Callable[..., Any],
-    budget: int | float | str | None,
-    call: Call,
-    *,
-    target: str | None,
-    donate_argnums: tuple[int, ...],
-    static: Static,
-    solver: Solver,
-    host_budget: int | str | None,
-    pin: Pins,
-    per_layer: bool,
-    spill: Spill | None,
-    reorder: bool,
-) -> Plan:
-    where = resolve(target, call.args)
-    bound = parse_budget(int(where.memory * (1 - MARGIN)) if budget is None else budget)
-    if bound.bytes and bound.bytes > where.memory:
-        raise BudgetError(
-            f"The budget of {format_bytes(bound.bytes)} is above the {format_bytes(where.memory)} "
-            f"that {where.name} has. Leave it out to use what there is."
-        )
-    call = call.abstract(where)
-    placed = call.args
-    donate = call.donated(donate_argnums)
-    host_room = _host_capacity(host_budget, where, placed)
-    store, rates = _spilling(spill, where)
-
-    def files(residuals: Sequence[Residual]) -> Way | None:
-        return to_files(spill, rates, residuals) if spill and rates else None
-
-    def traced(grouping: Grouping) -> Trace:
-        return trace(call.fun, *placed, grouping=grouping, platform=where.platform)
-
-    def step(found: Trace) -> Step:
-        aliases, automatic = found.aliases, found.automatic
-        return Step(call.fun, placed, donate, where, aliases, automatic, found.grouping, store)
-
-    planning = Planning(traced, step, host_room, files, pin, solver, per_layer)
-    if reorder:
-        plain = Step(call.fun, placed, donate, where, {})
-        chosen = _reordered.result(planning, plain, bound)
-    else:
-        chosen = _reordered.Result(*planning.result(bound))
-    search, result = chosen.search, chosen.found
-    found, best = search.trace, result.best
-    measurement: Measurement | None = best.measurement
-    assert measurement is not None
-    return Plan(
-        policy=best.emission.policy,
-        residuals=search.items.residuals,
-        budget=result.budget,
-        predicted_peak=best.predicted,
-        compiled_peak=best.peak,
-        host_bytes=measurement.all_host,
-        spill_bytes=best.emission.spilled.bytes,
-        spill_written=best.emission.spilled.written,
-        overlap=measurement.overlap,
-        floor=result.floor,
-        ceiling=result.ceiling,
-        estimates=result.estimates,
-        overhead=best.overhead,
-        step_seconds=program_seconds(found.graph, where.rates, where.platform),
-        result=_result(result),
-        compiles=result.compiles,
-        target=where.name,
-        donate_argnums=donate_argnums,
-        static=static,
-        arguments=described(placed),
-        fingerprint=found.fingerprint,
-        spill=spill,
-        spill_rates=rates,
-        aliases=tuple(found.aliases.items()),
-        grouping=found.grouping,
-        undone=measurement.undone,
-        updates_moved=chosen.saved,
-        _step=step_fn,
-        _call=call,
-        _compiled=best.compiled,
-        _store=store,
-    )
-
-
-def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillRates | None]:
-    """The store that a step would spill to, and how fast it is."""
-    if spill is None:
-        return None, None
-    require_platform(target.platform)
-    rates = agreed_rates(spill)
-    return Store(spill), rates
-
-
-def _result(found: Found) -> str:
-    if found.best.decisions is None:
-        return "The plain step fits: nothing is rematerialised."
-    return (found.best.outcome or Outcome.HEURISTIC).value
-
-
-def _host_capacity(host_budget: int | str | None, target: Target, placed: Any) -> float:
-    if host_budget is None:
-        taken = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(placed) if is_on_host(x))
-        return max(0.0, (target.host_share(placed) or math.inf) - taken)
-    return float(parse_host_budget(host_budget))
-
-
-def _solver(solver: str | Solver) -> Solver:
-    if isinstance(solver, Solver):
-        return solver
-    if solver not in _SOLVERS:
-        raise ValueError(f"solver must be one of {sorted(_SOLVERS)} or a Solver; got {solver!r}")
-    return _SOLVERS[solver]
+    return _plan_file.load(path, Plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,15 @@ from jdelta._errors import BudgetError, PlanMismatchError
 from jdelta._measure import Measurement, measure
 from jdelta._spill import named_errors
 from jdelta._spilled import check_spilled
-from jdelta._target import resolve
+from jdelta._target import resolve_planned
 from jdelta._trace import Trace, trace
+from jdelta._versions import other_versions
 
 if TYPE_CHECKING:
     from jdelta._plan import Plan
+
+
+_LOG = logging.getLogger(__name__)
 
 
 class PlannedStep:
@@ -84,11 +89,17 @@ class PlannedStep:
 
 
 def _check_arguments(plan: Plan, call: Call) -> None:
-    changed = difference(plan.arguments, described(call.args))
+    """Compare a call's arguments with those that a plan was made for.
+
+    Raises:
+        PlanMismatchError: They have other shapes, dtypes or shardings: says which.
+    """
+    placed = call.abstract(resolve_planned(plan.target, call.args)).args
+    changed = difference(plan.arguments, described(placed))
     if changed:
         raise PlanMismatchError(
-            f"The plan was made for arguments of other shapes or dtypes: {changed}. Plan again for "
-            "these, or use jdelta.jit, which does."
+            "The plan was made for arguments of other shapes, dtypes or shardings: "
+            f"{changed}. Plan again for these, or use jdelta.jit, which does."
         )
 
 
@@ -113,10 +124,12 @@ def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Comp
     """Compile a step under a plan and check it against the budget."""
     program, _, peak = _compiled(plan, call, donate)
     if program is None or peak > plan.budget:
+        others = other_versions(plan.versions)
         raise BudgetError(
             f"Compiled with donate_argnums={donate} the step needs "
             f"{format_bytes(peak)}, over the budget of {format_bytes(plan.budget)}; "
-            f"it was planned with donate_argnums={plan.donate_argnums}."
+            f"it was planned with donate_argnums={plan.donate_argnums}"
+            f"{f' and with {others}' if others else ''}. Plan it again."
         )
     return program
 
@@ -126,6 +139,7 @@ def _compiled(
 ) -> tuple[jax.stages.Compiled | None, Measurement, int]:
     """The program, what the compiler says of it, and its peak with what spilling holds beside."""
     step, _ = step_of(plan, call, donate)
+    _LOG.info("compiling the step under its plan, %s planned", format_bytes(plan.compiled_peak))
     emission = emit(step, plan.policy)
     program, measurement = measure(
         emission.lower(),
@@ -145,7 +159,7 @@ def step_of(plan: Plan, call: Call, donate: tuple[int, ...]) -> tuple[Step, Trac
     Raises:
         PlanMismatchError: The plan was made for another program.
     """
-    target = resolve(plan.target, call.args)
+    target = resolve_planned(plan.target, call.args)
     call = call.abstract(target)
     found = trace(call.fun, *call.args, grouping=plan.grouping, platform=target.platform)
     if found.fingerprint != plan.fingerprint:
@@ -163,8 +177,10 @@ def _other_program(plan: Plan, found: Trace) -> str:
         for what, names in (("it lacks", planned - here), ("it has", here - planned))
         if names
     ]
+    others = other_versions(plan.versions)
+    cause = f"the plan was made with {others}" if others else "jax and jaxlib are the same"
     return (
         f"The plan was made for program {plan.fingerprint}, this is {found.fingerprint}, of equal "
         f"arguments: {' and '.join(differences) or 'its units have the same names'}. The code, or "
-        "the version of JAX or Flax, is another. Plan this program."
+        f"a library that it uses, is another ({cause}). Plan this program."
     )

@@ -199,7 +199,7 @@ class Search:
         if floor.peak > bound and self.items.deep:
             floor = self._deep_floor(floor)
         if floor.peak > bound:
-            raise too_small(bound, floor)
+            raise too_small(bound, floor, self.step.target.platform)
         return floor
 
     def _deep_floor(self, floor: Candidate) -> Candidate:

@@ -1,7 +1,6 @@
 """Rates measured on the device at hand."""
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import statistics
@@ -18,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jdelta import _cache
 from jdelta._chips import Rates
+from jdelta._versions import version
 
 Device: TypeAlias = Any
 """A ``jax.Device``, whose type JAX does not declare."""
@@ -57,7 +57,7 @@ def measured_rates(device: Device, published: Rates | None) -> Rates:
     local = jax.local_devices(backend=device.client.platform)[0]
     name = _cache.key(
         device.device_kind,
-        importlib.metadata.version("jaxlib"),
+        version("jaxlib"),
         platform.machine(),
         str(os.cpu_count()),
     )

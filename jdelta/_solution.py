@@ -16,7 +16,7 @@ class Outcome(enum.Enum):
 
     HEURISTIC = (
         "The decisions fit and are the best that a heuristic found; "
-        "`Milp` proves how far they are from the optimum."
+        "solver='milp' proves how far they are from the optimum."
     )
 
     TIME_LIMIT = (

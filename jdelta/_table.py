@@ -134,7 +134,12 @@ def _count(row: Row) -> str:
 
 def summary(plan: Plan) -> str:
     """The figures of the whole step, one a line."""
-    return "\n".join(f"{label:<14}{text}" for label, text in summary_lines(plan).items())
+    return labelled(summary_lines(plan))
+
+
+def labelled(figures: Mapping[str, str]) -> str:
+    """Figures by what they are, one a line."""
+    return "\n".join(f"{label:<14}{text}" for label, text in figures.items())
 
 
 def summary_lines(plan: Plan) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """The device a plan is made for: attached here, or only known to its compiler."""
 
-import importlib.metadata
 import os
 import re
 from collections import Counter
@@ -15,6 +14,7 @@ from jdelta._chips import CHIPS, Rates, chip_of
 from jdelta._errors import TargetError
 from jdelta._rates import Device, measured_rates
 from jdelta._topology import topology_devices
+from jdelta._versions import version
 
 _HOST = "pinned_host"
 
@@ -161,6 +161,35 @@ def resolve(target: str | None = None, args: object = ()) -> Target:
     return _ahead_of_time(platform, chip, topology, devices)
 
 
+def resolve_planned(target: str, args: object) -> Target:
+    """The target of a plan for a call: devices of that kind that the arguments live on, if they do.
+
+    A plan made ahead of time is so for the devices themselves, once they are there.
+
+    Args:
+        target: Name of the target that the plan was made for.
+        args: Arguments of the step.
+
+    Raises:
+        TargetError: No such device here, or its compiler is not installed.
+    """
+    devices = _devices_of(args)
+    if devices and set(devices) <= set(attached(target)):
+        return _attached(devices)
+    return resolve(target, args)
+
+
+def attached(target: str) -> tuple[Device, ...]:
+    """The devices of this job that a target's name stands for, made ahead of time or not."""
+    platform = target.partition(":")[0]
+    try:
+        devices = jax.devices(platform)
+    except RuntimeError:
+        return ()
+    kind = None if target == platform else CHIPS[platform][_parts(target)[1]].kind
+    return tuple(device for device in devices if kind in (None, device.device_kind))
+
+
 def published(target: str) -> Target:
     """A target that nothing will be compiled for: its rates and sizes, without its compiler.
 
@@ -282,7 +311,7 @@ def _pool(platform: str, physical: int | None) -> int | None:
 
 
 def _offload_refusal(platform: str) -> str | None:
-    jaxlib = importlib.metadata.version("jaxlib")
+    jaxlib = version("jaxlib")
     release = tuple(int(part) for part in re.findall(r"\d+", jaxlib)[:3])
     if platform == "cpu":
         return "XLA for CPUs has one memory and ignores memory kinds inside jit"

@@ -17,6 +17,7 @@ from jdelta._errors import PlanMismatchError
 from jdelta._frontier import Frontier
 from jdelta._picture import Moment
 from jdelta._plan import Plan
+from jdelta._rok import RokPoint, curves
 
 COLOURS = {
     Decision.SAVE: "#2a8c6e",
@@ -27,8 +28,16 @@ COLOURS = {
 """Of decisions."""
 
 _PLAIN, _PLANNED, _LIMIT = "#98a2ad", "#2563a8", "#b3261e"
-_BYTES = FuncFormatter(lambda size, _: format_bytes(int(size)))
+_BYTES = FuncFormatter(lambda size, _: _short(int(size)))
 _SECONDS = EngFormatter("s")
+_FLOPS = EngFormatter("FLOP/s")
+_ROLES = {"plain": _PLAIN, "planned": _PLANNED, "limit": _LIMIT}
+
+
+def _short(size: int) -> str:
+    """Bytes without zeros after the point, as axes need them."""
+    number, unit = format_bytes(size).split()
+    return f"{float(number):g} {unit}"
 
 
 def memory(plan: Plan) -> Figure:
@@ -126,6 +135,48 @@ def frontier(found: Frontier, others: Mapping[str, Plan] | None = None) -> Figur
     return figure
 
 
+def rok(points: Sequence[RokPoint]) -> Figure:
+    """Throughput over activation memory, one curve for each way, the batch sizes beside the points.
+
+    Args:
+        points: Measured runs; those of each step get axes of their own.
+
+    Raises:
+        ValueError: There are no points.
+    """
+    found = curves(points)
+    if not found:
+        raise ValueError("points: expected at least one jdelta.RokPoint; got none")
+    steps = list(dict.fromkeys(curve.step for curve in found))
+    figure = Figure(figsize=(1 + 5.5 * len(steps), 3.8), layout="constrained")
+    for number, step in enumerate(steps):
+        axes = _plain(figure.add_subplot(1, len(steps), number + 1))
+        for index, curve in enumerate(c for c in found if c.step == step):
+            side = (6, "bottom") if index % 2 == 0 else (-6, "top")  # ways may meet in a point
+            colour = _ROLES.get(curve.role) or COLOURS[Decision(curve.role)]
+            sizes, rates = zip(*((p.activation, p.rate) for p in curve.points), strict=True)
+            axes.plot(sizes, rates, "o-", color=colour, label=curve.way)
+            for p in curve.points:
+                axes.annotate(
+                    str(p.batch),
+                    (p.activation, p.rate),
+                    xytext=(0, side[0]),
+                    textcoords="offset points",
+                    ha="center",
+                    va=side[1],
+                    fontsize=8,
+                    color=colour,
+                )
+        axes.xaxis.set_major_formatter(_BYTES)
+        axes.yaxis.set_major_formatter(_FLOPS)
+        axes.set(title=step, xlabel="activation memory", xlim=(0, None))
+        most = max(p.rate for p in points if p.step == step)
+        axes.set(ylabel="" if number else "throughput", ylim=(0, 1.12 * most))
+        axes.xaxis.set_major_locator(_round(axes.get_xlim()[1]))
+        axes.legend(frameon=False, loc="lower right", title="batch sizes at the points")
+    return figure
+
+
 def _round(most: float) -> MultipleLocator:
     """Ticks at sizes that are powers of two."""
     return MultipleLocator(2.0 ** math.floor(math.log2(max(most, 8.0) / 4)))
@@ -133,6 +184,10 @@ def _round(most: float) -> MultipleLocator:
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
-    axes: Any = figure.add_subplot()
+    return figure, _plain(figure.add_subplot())
+
+
+def _plain(axes: Any) -> Axes:
+    """Axes without a frame."""
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return axes

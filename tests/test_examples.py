@@ -23,7 +23,7 @@ def run(*words):
 
 
 def test_every_example_is_run_here():
-    known = {*QUICK, "for_a_tpu", "gpt2"}
+    known = {*QUICK, "for_a_tpu", "gpt2", "ssd"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == known
 
 
@@ -40,6 +40,21 @@ def test_training(name):
 def test_a_language_model():
     text = run("examples/gpt2.py", "--steps", "20")
     assert "Largest relative difference" in text
+
+
+def test_files_as_a_further_memory(tmp_path):
+    text = run("examples/ssd.py", str(tmp_path))
+    pairs = re.findall(r"loss (\d+\.\d+) with files, (\d+\.\d+) without", text)
+    assert len(pairs) == 3
+    assert all(float(a) == pytest.approx(float(b), rel=1e-5) for a, b in pairs)
+    assert float(pairs[-1][0]) < float(pairs[0][0])
+    (written,) = re.findall(r"written to files: (\d+) MiB", text)
+    (forwarded,) = re.findall(r"before they were written: (\d+) MiB", text)
+    assert int(written) > 0
+    assert int(written) + int(forwarded) == pytest.approx(3 * 256, abs=1)
+    (less, more) = re.findall(r"(\d+) MiB with files, (\d+) MiB without", text)[-1]
+    assert int(less) < int(more)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.compiler

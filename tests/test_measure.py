@@ -256,7 +256,7 @@ def test_every_part_of_the_key_counts(elsewhere, records, monkeypatch, change):
             flags = os.environ.get("XLA_FLAGS", "")
             monkeypatch.setenv("XLA_FLAGS", flags + " --xla_dump_max_hlo_modules=1")
         case "version":
-            monkeypatch.setattr(_measure, "_version", lambda package: "0")
+            monkeypatch.setattr(_measure, "version", lambda package: "0")
         case "setting":
             monkeypatch.setattr(_measure, "_SETTINGS", ("jax_enable_x64",))
     lowered = lower(elsewhere, fun, shape, **options)

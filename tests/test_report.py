@@ -34,7 +34,7 @@ def others():
 @pytest.fixture
 def page(plan, others, tmp_path):
     path = tmp_path / "page.html"
-    plan.report(str(path), others=others)
+    plan.report(str(path), others=others, rok=runs())
     return path
 
 
@@ -138,6 +138,7 @@ def test_the_page_draws_itself(plan, page, tmp_path, width):
     assert len(re.findall(r'class="plan"', dom)) == 2
     shown = sum(r.needed or r.boundary for r in plan.residuals)
     assert len(re.findall(r'class="cell"', dom)) == shown
+    assert len(re.findall(r'class="curve"', dom)) == 6
     assert "NaN" not in dom
     assert re.search(r'<section id="lanes" hidden', dom)
     subprocess.run(
@@ -154,6 +155,37 @@ def test_figures_for_files(plan, others, tmp_path):
         assert path.stat().st_size > 5_000
     with pytest.raises(jdelta.PlanMismatchError, match="no transfers"):
         plot.lanes(plan)
+
+
+def runs():
+    ways = {"keep": 4.0, "recompute": 1.0, "spill": 1.5}
+    return [
+        jdelta.RokPoint(way, batch, int(batch * size * 2**20), 1e9 * batch / (1 + size), step)
+        for step in ("gpt", "t5")
+        for way, size in ways.items()
+        for batch in (8, 4)
+    ]
+
+
+def test_throughput_over_activation_memory(plan, tmp_path):
+    figure = plot.rok(runs())
+    assert [axes.get_title() for axes in figure.axes] == ["gpt", "t5"]
+    for axes in figure.axes:
+        lines = axes.get_lines()
+        assert [line.get_label() for line in lines] == ["keep", "recompute", "spill"]
+        assert all(list(line.get_xdata()) == sorted(line.get_xdata()) for line in lines)
+        assert [text.get_text() for text in axes.texts] == ["4", "8"] * 3
+    figure.savefig(tmp_path / "rok.png")
+    with pytest.raises(ValueError, match=r"at least one jdelta\.RokPoint"):
+        plot.rok([])
+    plan.report(str(tmp_path / "page.html"), rok=runs())
+    curves = data_of((tmp_path / "page.html").read_text("utf-8"))["rok"]
+    assert [(name, role) for name, role, _ in curves[:3]] == [
+        ("gpt keep", "plain"),
+        ("gpt recompute", "recompute"),
+        ("gpt spill", "spill"),
+    ]
+    assert curves[0][2] == [[4, 16 * 2**20, 8e8], [8, 32 * 2**20, 16e8]]
 
 
 def test_every_decision_has_a_colour():

@@ -15,6 +15,7 @@ import jdelta
 from benchmarks.models import identity
 from jdelta import Decision, SpillError, _spilling
 from jdelta._boundary import with_boundaries
+from jdelta._budget import format_bytes
 from jdelta._drift import Drift
 from jdelta._files import Scope, hidden_scopes, to_files
 from jdelta._items import items_of
@@ -34,7 +35,7 @@ MARKS = pytest.mark.parametrize("remat", [jdelta.remat, identity], ids=["marked"
 @pytest.fixture
 def spill(tmp_path, monkeypatch):
     """Quick and the same for all: what a plan spills is then no matter of the machine."""
-    monkeypatch.setattr(jdelta._plan, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
+    monkeypatch.setattr(jdelta._planning, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
     return jdelta.Spill(str(tmp_path), pool="1MiB", least="1KiB", adapter="memory")
 
 
@@ -182,7 +183,7 @@ def test_memory_is_freed(scan, remat, spill):
 
 
 def test_two_hundred_planned_steps_grow_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(jdelta._plan, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
+    monkeypatch.setattr(jdelta._planning, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
     step, args = network(512)
     spill = jdelta.Spill(str(tmp_path), pool="1MiB", least="1KiB")
     plan = jdelta.plan(step, 0.6, *args, spill=spill)
@@ -325,7 +326,7 @@ def test_the_table_tells(spill):
     assert "file instead of recompute" in text
     line = next(line for line in text.splitlines() if line.startswith("in files"))
     assert spill.path in line
-    assert jdelta._plan.format_bytes(plan.spill_bytes) in line
+    assert format_bytes(plan.spill_bytes) in line
 
 
 def test_the_one_line_form(spill):

@@ -13,9 +13,10 @@ from jdelta import _explain, _export, _frontier, _largest, _oom
 from jdelta._budget import format_bytes
 from jdelta._cli import loading
 from jdelta._cli.output import Answer, Block
-from jdelta._plan import Plan, plan
+from jdelta._plan import Plan
 from jdelta._planned import recompiled
-from jdelta._table import HEAD, cells, format_seconds, rows, shown, summary
+from jdelta._planning import plan
+from jdelta._table import HEAD, cells, format_seconds, rows, shown, summary_lines
 from jdelta._target import names, published
 
 Options = argparse.Namespace
@@ -119,7 +120,7 @@ def _table(made: Plan) -> list[Block]:
     visible, rest = shown(rows(made.residuals, made.decisions))
     return [
         Block(HEAD, list(map(cells, visible)), notes=[rest] if rest else []),
-        Block(notes=summary(made).splitlines()),
+        Block(figures=summary_lines(made)),
     ]
 
 
@@ -167,8 +168,9 @@ def _diff(options: Options) -> Answer:
         "figures": {name: [getattr(first, name), getattr(second, name)] for name, *_ in changed},
         "decisions": {name: list(both) for name, *both in decided},
     }
-    head = ("", "first", "second")
-    blocks = [Block(head, part) for part in (changed, decided) if part]
+    named = [(name.replace("_", " "), *both) for name, *both in changed]
+    parts = {"figure": named, "residual": decided}
+    blocks = [Block((what, "first", "second"), part) for what, part in parts.items() if part]
     same = [Block(notes=["The plans are alike."])]
     return Answer(record, blocks or same, code=1 if blocks else 0)
 
@@ -310,7 +312,7 @@ def _check(options: Options) -> Answer:
     same = all(planned == now for planned, now in pairs.values())
     note = "over the budget" if over else "as planned" if same else "within the budget"
     record = {what: list(both) for what, both in pairs.items()} | {"within": not over}
-    blocks = [Block(("", "planned", "now"), body, notes=[note])]
+    blocks = [Block(("figure", "planned", "now"), body, notes=[note])]
     return Answer(record, blocks, code=0 if same and not over else 1)
 
 

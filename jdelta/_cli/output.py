@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jdelta._decision import Decision
-from jdelta._table import aligned
+from jdelta._table import aligned, labelled
 
 COLOURS = {
     Decision.SAVE: "green",
@@ -35,12 +35,14 @@ class Block:
         head: Titles of the columns; none for a block of remarks only.
         body: The cells, row by row.
         title: A line above.
+        figures: What is said below by what it is.
         notes: Lines below.
     """
 
     head: Sequence[str] = ()
     body: Sequence[Sequence[str]] = ()
     title: str = ""
+    figures: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: Sequence[str] = ()
 
 
@@ -74,6 +76,7 @@ def show(answer: Answer, *, as_json: bool) -> None:
 def _plain(console: Console, block: Block) -> None:
     lines = [block.title] if block.title else []
     lines += aligned(block.head, block.body) if block.head else []
+    lines += [labelled(block.figures)] if block.figures else []
     print("\n".join([*lines, *block.notes]))
 
 
@@ -87,6 +90,11 @@ def _coloured(console: Console, block: Block) -> None:
         for row in block.body:
             table.add_row(*map(_cell, row))
         console.print(table)
+    if block.figures:
+        grid = Table.grid(padding=(0, 1))
+        for label, text in block.figures.items():
+            grid.add_row(Text(label, "dim", no_wrap=True), Text(text))
+        console.print(grid)
     for note in block.notes:
         console.print(Text(note))
 
@@ -129,5 +137,7 @@ class _ToStatus(logging.Handler):
 
 def failed(message: str) -> None:
     """Print an error to standard error."""
-    Console(stderr=True, soft_wrap=True).print(Text("error: ", "bold red") + Text(message))
+    console = Console(stderr=True)
+    text = Text.assemble(("error: ", "bold red"), message)
+    console.print(text, soft_wrap=not console.is_terminal)
     sys.stderr.flush()

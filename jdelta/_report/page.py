@@ -10,19 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from jdelta._overlap import Span
 from jdelta._picture import Grid, Moment, Picture
+from jdelta._rok import RokCurve, RokPoint, curves
 from jdelta._table import HEAD, cells, rows, summary_lines
 
 if TYPE_CHECKING:
     from jdelta._plan import Plan
 
 
-def page(plan: Plan, picture: Picture | None, others: Mapping[str, Plan]) -> str:
+def page(
+    plan: Plan,
+    picture: Picture | None,
+    others: Mapping[str, Plan],
+    rok: Sequence[RokPoint] = (),
+) -> str:
     """The page's HTML.
 
     Args:
         plan: The plan it is about.
         picture: What its pictures of the step show; None leaves them out.
         others: Further plans to compare it with, by what to call them.
+        rok: Measured runs to draw.
     """
     record = {
         "figures": list(summary_lines(plan).items()),
@@ -31,6 +38,7 @@ def page(plan: Plan, picture: Picture | None, others: Mapping[str, Plan]) -> str
         "grid": _grid(picture.grid) if picture else None,
         "lanes": _lanes(picture.lanes) if picture else [],
         "plans": [_point(name, p) for name, p in {"this plan": plan, **others}.items()],
+        "rok": [_curve(curve) for curve in curves(rok)],
         "head": HEAD,
         "rows": [cells(row) for row in rows(plan.residuals, plan.decisions) if row.matters],
     }
@@ -67,6 +75,11 @@ def _grid(grid: Grid) -> dict[str, Any]:
 
 def _lanes(spans: Sequence[Span]) -> list[list[Any]]:
     return [[s.lane, s.start, s.end, s.name, s.bytes] for s in spans]
+
+
+def _curve(curve: RokCurve) -> list[Any]:
+    name = f"{curve.step} {curve.way}".strip()
+    return [name, curve.role, [[p.batch, p.activation, p.rate] for p in curve.points]]
 
 
 def _point(name: str, plan: Plan) -> list[Any]:

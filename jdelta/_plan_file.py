@@ -1,4 +1,4 @@
-"""Plans as files: versioned JSON, no pickle."""
+"""Plans as files: versioned JSON, no pickle. ``plan.schema.json`` beside this file describes it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,40 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jdelta._errors import PlanMismatchError
+from jdelta._errors import PlanMismatchError, SpillError
 from jdelta._overlap import Overlap
 from jdelta._policy import Policy
 from jdelta._region import Grouping
 from jdelta._residual import Residual
 from jdelta._spill import Spill, SpillRates
+from jdelta._versions import __version__
 
-VERSION = 7
+VERSION = 8
+"""Of the form of the files; any other is refused."""
+
 _SCALARS = {"int": int, "float": (int, float), "str": str}
 _RECORDS = {"grouping": Grouping, "spill": Spill, "spill_rates": SpillRates}
 P = TypeVar("P")
 
 
 def save(plan: Any, path: str | os.PathLike[str]) -> None:
-    """Write a plan, all its public fields."""
+    """Write a plan, all its public fields.
+
+    Raises:
+        SpillError: It spills to an adapter that is an object.
+    """
+    if plan.spill is not None and not isinstance(plan.spill.adapter, str):
+        raise SpillError(
+            f"The plan spills by {plan.spill.adapter!r}, an object, which no file can hold: plans "
+            "to be saved name their adapter, as in jdelta.Spill(path, adapter='disk')."
+        )
     record: dict[str, Any] = {"jdelta_plan": VERSION}
     for field in _fields(plan):
         value = getattr(plan, field.name)
         if field.name == "residuals":
             value = [dataclasses.asdict(residual) for residual in value]
+        elif field.name == "versions":
+            value = dict(value)
         elif isinstance(value, (Overlap, Grouping, Spill, SpillRates)):
             value = dataclasses.asdict(value)
         elif isinstance(value, Policy):
@@ -50,11 +64,11 @@ def load(path: str | os.PathLike[str], cls: type[P]) -> P:
     if version != VERSION:
         raise PlanMismatchError(
             f"{path}: expected a jdelta plan of version {VERSION}, got version {version!r}. "
-            "Plan again with this version of jdelta."
+            f"Plan again with this version of jdelta ({__version__})."
         )
     try:
         return cls(**{f.name: _read(f, record[f.name]) for f in _fields(cls)})
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, SpillError) as error:
         raise PlanMismatchError(
             f"{path}: the plan is damaged at {error}. Plan again and save it anew."
         ) from error
@@ -80,6 +94,8 @@ def _policy_record(policy: Policy) -> dict[str, Any]:
 def _read(field: dataclasses.Field[Any], value: Any) -> Any:
     if field.name == "residuals":
         return tuple(Residual(**{k: _tuples(v) for k, v in row.items()}) for row in value)
+    if field.name == "versions":
+        return tuple(value.items())
     if field.name == "overlap":
         return Overlap.of_record(value)
     if field.name in _RECORDS and value is not None:

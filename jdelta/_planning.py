@@ -1,0 +1,317 @@
+"""``jdelta.plan``: the only file that knows the whole pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias, overload
+
+import jax
+
+from jdelta import _reordered
+from jdelta._budget import format_bytes, parse_budget, parse_host_budget
+from jdelta._call import Call, Static, call_of, described, several
+from jdelta._candidate import Found
+from jdelta._cost import program_seconds
+from jdelta._decision import Decision
+from jdelta._deferred import DeferredPlan
+from jdelta._emit import Step
+from jdelta._errors import BudgetError
+from jdelta._files import to_files
+from jdelta._layers import Planning
+from jdelta._measure import Measurement
+from jdelta._plan import Plan
+from jdelta._region import Grouping
+from jdelta._residual import Residual
+from jdelta._solution import Outcome
+from jdelta._solver import Knapsack, Milp, Solver
+from jdelta._spill import Spill, SpillRates, Store, agreed_rates, require_platform
+from jdelta._target import Target, is_on_host, resolve
+from jdelta._trace import Trace, trace
+from jdelta._versions import versions
+from jdelta._ways import Way
+
+MARGIN = 0.05
+"""Share of a target's memory left to allocator and runtime when no budget is given."""
+
+Pins: TypeAlias = Mapping[str, Decision | str] | Callable[..., Any]
+
+_NO_PINS: Pins = MappingProxyType({})
+_SOLVERS: Mapping[str, Solver] = {"knapsack": Knapsack(), "milp": Milp()}
+
+
+@overload
+def plan(
+    step_fn: Callable[..., Any],
+    budget: int | float | str | None = None,
+    *,
+    target: str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    solver: str | Solver = "knapsack",
+    host_budget: int | str | None = None,
+    pin: Pins = _NO_PINS,
+    per_layer: bool = True,
+    spill: str | Spill | None = None,
+    reorder: bool = False,
+) -> DeferredPlan: ...
+@overload
+def plan(
+    step_fn: Callable[..., Any],
+    budget: int | float | str | None,
+    first: Any,
+    /,
+    *args: Any,
+    target: str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    solver: str | Solver = "knapsack",
+    host_budget: int | str | None = None,
+    pin: Pins = _NO_PINS,
+    per_layer: bool = True,
+    spill: str | Spill | None = None,
+    reorder: bool = False,
+) -> Plan: ...
+def plan(
+    step_fn: Callable[..., Any],
+    budget: int | float | str | None = None,
+    *args: Any,
+    target: str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    solver: str | Solver = "knapsack",
+    host_budget: int | str | None = None,
+    pin: Pins = _NO_PINS,
+    per_layer: bool = True,
+    spill: str | Spill | None = None,
+    reorder: bool = False,
+) -> Plan | DeferredPlan:
+    """Plan a training step to a memory budget, compile it under the plan and check it.
+
+    Args:
+        step_fn: Any function that ``jax.jit`` accepts and that takes a gradient inside. Its units
+            of recompute are those marked by ``jdelta.remat``; if none is, they are found in the
+            program. It is not edited.
+        budget: Bound on the peak per device of the whole compiled step: bytes (``int``), a size
+            (``"14GiB"``, ``"14GB"``), or a share of the plain step's compiled peak (``0.5``,
+            ``"50%"``). Default: the target's memory less 5 %.
+        *args: Arguments of the step: arrays or ``jax.ShapeDtypeStruct``, on one device or with
+            ``NamedSharding``, and NNX objects as in ``nnx.jit``. For devices that are not here give
+            the shapes shardings over a ``jax.sharding.AbstractMesh``: the target's devices take
+            their places in it. Without any arguments, planning is put off until the result's
+            ``jit`` is called.
+        target: Default: the devices the arguments live on. Ahead of time: ``"tpu:v5e:2x2"``,
+            ``"tpu:v5p:2x2x1"``, ``"tpu:v6e:4x4"``, ``"cuda:h100"``, ``"cuda:a100"``,
+            ``"cuda:b200"``.
+        donate_argnums: As in ``jax.jit``; donated arguments count once in the peak.
+        static_argnums: As in ``jax.jit``.
+        static_argnames: As in ``jax.jit``.
+        solver: ``"knapsack"`` (DELTA's heuristic), ``"milp"`` (exact, HiGHS), or a solver object.
+        host_budget: Bound on the bytes per device that the plan offloads to pinned host memory, 0
+            for no offload; default: the host memory of the target, as far as it is known, shared by
+            the devices of a process, less arguments that live there.
+        pin: Decisions taken by hand: from a pattern of residual names (``"h/mlp/*"``) to
+            ``"save"``, ``"offload"`` or ``"recompute"``. One layer of a scan is then decided like
+            the others. Or a ``jax.checkpoint`` policy, which then decides everything: so a policy
+            written by hand is compiled, checked and shown like a plan.
+        per_layer: Whether layers of a scan may be decided differently where that pays. The planned
+            loop then runs several layers in an iteration, which ``plan.jit`` can do, but no plan
+            used as a mere policy: False where the plan is to be one.
+        spill: A directory for values that neither device nor host have room for, or a
+            ``jdelta.Spill``: they are written to files there in the forward pass, and read back
+            ahead of their use. Only ``plan.jit`` and ``jdelta.jit`` can do that.
+        reorder: Whether weight updates may be moved into the backward loops, where no gradient of
+            all layers is there at once. Done only if the compiled peak is lower for it, and only in
+            what ``plan.jit`` runs. Compiles about twice as many programs.
+
+    Returns:
+        A ``Plan``; without ``args`` a ``DeferredPlan``.
+
+    Raises:
+        BudgetError: The budget is malformed, above the target's memory, or below the floor; or more
+            is pinned to the host than ``host_budget``.
+        TraceError: The step takes no gradient, or none through what is marked.
+        TargetError: The target is unknown or its compiler is not installed.
+        OffloadError: The compiled program does not offload what was planned.
+        PlanMismatchError: A pattern of ``pin`` fits nothing.
+        SpillError: Nothing can be spilled on the target, or to the directory.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jdelta
+        >>> def loss(w, x):
+        ...     layer = lambda x, w: (x + jnp.tanh(x @ w), None)
+        ...     return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+        >>> step = lambda w, x: w - 0.1 * jax.grad(loss)(w, x)
+        >>> w = jax.ShapeDtypeStruct((8, 128, 128), jnp.float32)
+        >>> x = jax.ShapeDtypeStruct((4096, 128), jnp.float32)
+        >>> plan = jdelta.plan(step, 0.6, w, x)
+        >>> plan.compiled_peak <= plan.budget < plan.ceiling
+        True
+        >>> sorted({decision.value for decision in plan.decisions.values()})
+        ['recompute', 'save']
+    """
+    options: dict[str, Any] = {
+        "target": target,
+        "donate_argnums": several(donate_argnums),
+        "static": (*several(static_argnums), *several(static_argnames)),
+        "solver": _solver(solver),
+        "host_budget": host_budget,
+        "pin": pin,
+        "per_layer": per_layer,
+        "spill": None if spill is None else Spill.of(spill),
+        "reorder": reorder,
+    }
+    if budget is not None:
+        parse_budget(budget)
+    if not args:
+        return DeferredPlan(step_fn, budget, options, _plan)
+    call = call_of(step_fn, options["static"], args, {})
+    return _plan(step_fn, budget, call, **options)
+
+
+def jit(
+    step_fn: Callable[..., Any], *, budget: int | float | str | None = None, **options: Any
+) -> Callable[..., Any]:
+    """``jax.jit`` within a memory budget: plans at the first call, and again for new shapes.
+
+    Args:
+        step_fn: As in ``jdelta.plan``.
+        budget: As in ``jdelta.plan``.
+        **options: The other keyword arguments of ``jdelta.plan``.
+
+    Returns:
+        A function with the signature of the step. Its ``plans`` lists the plans made so far.
+
+    Raises:
+        JdeltaError: When called, what ``jdelta.plan`` raises.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jdelta
+        >>> def step(w, x):
+        ...     grad = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.exp(x @ w))))(w)
+        ...     return w - 0.1 * grad
+        >>> step = jdelta.jit(step, budget="64MiB", donate_argnums=0)
+        >>> step(jnp.ones((8, 8)), jnp.ones((4, 8))).shape
+        (8, 8)
+        >>> len(step.plans)
+        1
+    """
+    return plan(step_fn, budget, **options).jit()
+
+
+def _plan(
+    step_fn: Callable[..., Any],
+    budget: int | float | str | None,
+    call: Call,
+    *,
+    target: str | None,
+    donate_argnums: tuple[int, ...],
+    static: Static,
+    solver: Solver,
+    host_budget: int | str | None,
+    pin: Pins,
+    per_layer: bool,
+    spill: Spill | None,
+    reorder: bool,
+) -> Plan:
+    where = resolve(target, call.args)
+    bound = parse_budget(int(where.memory * (1 - MARGIN)) if budget is None else budget)
+    if bound.bytes and bound.bytes > where.memory:
+        raise BudgetError(
+            f"The budget of {format_bytes(bound.bytes)} is above the {format_bytes(where.memory)} "
+            f"that {where.name} has. Leave it out to use what there is."
+        )
+    call = call.abstract(where)
+    placed = call.args
+    donate = call.donated(donate_argnums)
+    host_room = _host_capacity(host_budget, where, placed)
+    store, rates = _spilling(spill, where)
+
+    def files(residuals: Sequence[Residual]) -> Way | None:
+        return to_files(spill, rates, residuals) if spill and rates else None
+
+    def traced(grouping: Grouping) -> Trace:
+        return trace(call.fun, *placed, grouping=grouping, platform=where.platform)
+
+    def step(found: Trace) -> Step:
+        aliases, automatic = found.aliases, found.automatic
+        return Step(call.fun, placed, donate, where, aliases, automatic, found.grouping, store)
+
+    planning = Planning(traced, step, host_room, files, pin, solver, per_layer)
+    if reorder:
+        plain = Step(call.fun, placed, donate, where, {})
+        chosen = _reordered.result(planning, plain, bound)
+    else:
+        chosen = _reordered.Result(*planning.result(bound))
+    search, result = chosen.search, chosen.found
+    found, best = search.trace, result.best
+    measurement: Measurement | None = best.measurement
+    assert measurement is not None
+    return Plan(
+        policy=best.emission.policy,
+        residuals=search.items.residuals,
+        budget=result.budget,
+        predicted_peak=best.predicted,
+        compiled_peak=best.peak,
+        host_bytes=measurement.all_host,
+        spill_bytes=best.emission.spilled.bytes,
+        spill_written=best.emission.spilled.written,
+        overlap=measurement.overlap,
+        floor=result.floor,
+        ceiling=result.ceiling,
+        estimates=result.estimates,
+        overhead=best.overhead,
+        step_seconds=program_seconds(found.graph, where.rates, where.platform),
+        result=_result(result),
+        compiles=result.compiles,
+        target=where.name,
+        donate_argnums=donate_argnums,
+        static=static,
+        arguments=described(placed),
+        fingerprint=found.fingerprint,
+        versions=versions(),
+        spill=spill,
+        spill_rates=rates,
+        aliases=tuple(found.aliases.items()),
+        grouping=found.grouping,
+        undone=measurement.undone,
+        updates_moved=chosen.saved,
+        _step=step_fn,
+        _call=call,
+        _compiled=best.compiled,
+        _store=store,
+    )
+
+
+def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillRates | None]:
+    """The store that a step would spill to, and how fast it is."""
+    if spill is None:
+        return None, None
+    require_platform(target.platform)
+    rates = agreed_rates(spill)
+    return Store(spill), rates
+
+
+def _result(found: Found) -> str:
+    if found.best.decisions is None:
+        return "The plain step fits: nothing is rematerialised."
+    return (found.best.outcome or Outcome.HEURISTIC).value
+
+
+def _host_capacity(host_budget: int | str | None, target: Target, placed: Any) -> float:
+    if host_budget is None:
+        taken = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(placed) if is_on_host(x))
+        return max(0.0, (target.host_share(placed) or math.inf) - taken)
+    return float(parse_host_budget(host_budget))
+
+
+def _solver(solver: str | Solver) -> Solver:
+    if isinstance(solver, Solver):
+        return solver
+    if solver not in _SOLVERS:
+        raise ValueError(f"solver must be one of {sorted(_SOLVERS)} or a Solver; got {solver!r}")
+    return _SOLVERS[solver]
