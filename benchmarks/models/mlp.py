@@ -22,6 +22,7 @@ class Config:
         batch: Rows in a batch.
         dtype: Type to compute in; parameters are float32.
         rate: Learning rate.
+        scan: Whether one loop runs all layers.
     """
 
     layers: int = 8
@@ -29,6 +30,7 @@ class Config:
     batch: int = 8192
     dtype: Any = jnp.float32
     rate: float = 1e-3
+    scan: bool = False
 
     checkpoint = staticmethod(jax.checkpoint)
 
@@ -40,9 +42,13 @@ class Config:
         """The training step with `remat` around every layer."""
         unit = remat(layer)
 
+        def run(x, weights):
+            return unit(jax.tree.map(lambda w: w.astype(self.dtype), weights), x), None
+
         def variables(key):
             keys = jax.random.split(key, self.layers)
-            return [layer_params(k, self.width) for k in keys], {}
+            made = [layer_params(k, self.width) for k in keys]
+            return (jax.tree.map(lambda *rows: jnp.stack(rows), *made) if self.scan else made), {}
 
         def batch(key):
             inputs, targets = jax.random.normal(key, (2, self.batch, self.width))
@@ -51,8 +57,11 @@ class Config:
         def forward(params, stats, batch, key):
             del key
             x = batch["inputs"].astype(self.dtype)
-            for weights in params:
-                x = unit(jax.tree.map(lambda w: w.astype(self.dtype), weights), x)
+            if self.scan:
+                x, _ = jax.lax.scan(run, x, params)
+            else:
+                for weights in params:
+                    x, _ = run(x, weights)
             return jnp.mean(jnp.square(x.astype(jnp.float32) - batch["targets"])), stats
 
         return make_case(
