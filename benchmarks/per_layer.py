@@ -14,7 +14,7 @@ from benchmarks.budgets import TARGETS
 from benchmarks.models import build
 from benchmarks.record import Row, mib, share
 
-SHARES = (0.8, 0.7, 0.6, 0.5, 0.4)
+SHARES = tuple(i / 20 for i in range(8, 18))
 STEPS = {
     **{name: step for name, step in ALL.items() if step.get("scan")},
     "mlp scanned": {"name": "mlp", "batch": 32768, "scan": True},  # few residuals, all large
