@@ -1,39 +1,55 @@
-"""Parts of rows that a loop hands to a later one: read from the rows themselves, not from copies.
+"""Rows that loops with several layers in an iteration read: which, and when.
 
 An iteration that runs several layers takes its own part of each row of the stacked weights. The
 backward loop needs these parts again, and JAX has the forward loop stack them for it: a copy of all
 weights. Here the backward loop reads the rows that the forward loop has read, and takes its parts.
+
+XLA:GPU copies all rows of an iteration at its start, and puts off gradients of weights to its end:
+both hold what one layer needs as often as an iteration has layers. Here a layer of a backward loop
+reads its rows, and begins, when the layers after it are through, gradients of weights included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jdelta import _jax
 from jdelta._jax import Eqn, Jaxpr, Var
+from jdelta._naming import RegionName
 from jdelta._scan import Scan
 
 _TAKES = frozenset({"slice", "squeeze", "reshape"})
 """Primitives that take a part of a row."""
 
+Reader = Callable[[Any], Any]
+"""Reads a row, given the number of the iteration."""
+
 
 def evaluate(program: Jaxpr, *args: Any) -> list[Any]:
-    """Evaluate a program so that none of its loops stacks parts of rows that it was given."""
+    """Evaluate a program with the rows of its loops read as said above."""
     inner = _jax.open_jaxpr(program)
     env: dict[Var, Any] = dict(zip(inner.constvars, _jax.consts_of(program), strict=True))
     env.update(zip(inner.invars, args, strict=True))
     for eqn in inner.eqns:
-        if eqn.primitive.name == "scan":
-            env.update(zip(eqn.outvars, _loop(eqn, _jax.read(env, eqn.invars)), strict=True))
-        else:
-            one = _jax.single(eqn)
-            inputs = map(_whole, _jax.read(env, _jax.open_jaxpr(one).invars))
-            env.update(zip(_jax.open_jaxpr(one).outvars, _jax.evaluate(one, *inputs), strict=True))
+        _run(eqn, env)
     return list(map(_whole, _jax.read(env, inner.outvars)))
+
+
+def _run(eqn: Eqn, env: dict[Var, Any]) -> None:
+    """Evaluate one equation."""
+    if eqn.primitive.name == "scan":
+        made = _loop(eqn, _jax.read(env, eqn.invars))
+    else:
+        one = _jax.single(eqn)
+        made = _jax.evaluate(one, *map(_whole, _jax.read(env, _jax.open_jaxpr(one).invars)))
+        eqn = _jax.open_jaxpr(one)
+    env.update(zip(eqn.outvars, made, strict=True))
 
 
 @dataclass(frozen=True)
@@ -58,23 +74,97 @@ def _whole(value: Any) -> Any:
 def _loop(eqn: Eqn, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate a loop; stacks of parts of its rows are not made."""
     loop = Scan.of(eqn, inputs)
+    consts = list(map(_whole, loop.consts))
     parts = [_part(loop, v) for v in loop.stacked(loop.body)]
     stacks = [x.rows if isinstance(x, _Parts) else x for x in loop.xs]
     alike = list({id(x): x for x in stacks}.values())  # each crosses into the loop once
     places = [next(i for i, x in enumerate(alike) if x is stack) for stack in stacks]
+    units = _units(_jax.open_jaxpr(loop.body).eqns)
+    waits = "transpose(" in _jax.name_stack(eqn) and len({*units} - {""}) > 1
+    crossing = [None if waits and not _jax.on_host(jax.typeof(x)) else x for x in alike]
 
-    def step(carry: Any, rows: Sequence[Any]) -> Any:
-        own = [
-            _jax.evaluate(x.part, rows[i])[0] if isinstance(x, _Parts) else rows[i]
-            for x, i in zip(loop.xs, places, strict=True)
-        ]
-        outputs = evaluate(loop.body, *map(_whole, loop.consts), *carry, *own)
+    def step(carry: Any, given: Any) -> Any:
+        index, rows = given
+
+        def reader(x: Any, place: int) -> Reader:
+            def read(index: Any) -> Any:
+                row = rows[place]
+                if row is None:
+                    row = lax.dynamic_index_in_dim(alike[place], index, keepdims=False)
+                return _jax.evaluate(x.part, row)[0] if isinstance(x, _Parts) else row
+
+            return read
+
+        readers = [reader(x, place) for x, place in zip(loop.xs, places, strict=True)]
+        outputs = _body(loop.body, [*consts, *carry], readers, index, units if waits else ())
         ys = outputs[loop.n_carry :]
         return outputs[: loop.n_carry], [y for y, p in zip(ys, parts, strict=True) if p is None]
 
-    carry, made = loop.scan(step, list(map(_whole, loop.carry)), alike)
+    index = jnp.arange(loop.length) if waits else None
+    carry, made = loop.scan(step, list(map(_whole, loop.carry)), (index, crossing))
     ys = iter(made)
     return [*carry, *(p or next(ys) for p in parts)]
+
+
+def _body(
+    body: Jaxpr, given: Sequence[Any], readers: Sequence[Reader], index: Any, units: Sequence[str]
+) -> list[Any]:
+    """Evaluate the body of a loop.
+
+    Args:
+        body: The body.
+        given: Its first inputs.
+        readers: Read the others, rows.
+        index: The number of the iteration.
+        units: For each equation its unit, if each is to begin when those before it are through.
+    """
+    inner = _jax.open_jaxpr(body)
+    env: dict[Var, Any] = dict(zip(inner.constvars, _jax.consts_of(body), strict=True))
+    env.update(zip(inner.invars, given, strict=False))
+    rows = dict(zip(inner.invars[len(given) :], readers, strict=True))
+    last = _last_uses(inner)
+    begun: set[str] = set()
+
+    def read_rows(wanted: Sequence[Any]) -> None:
+        for var in dict.fromkeys(v for v in wanted if _jax.is_var(v) and v in rows):
+            env[var] = rows.pop(var)(index)
+
+    for i, eqn in enumerate(inner.eqns):
+        if units and units[i] not in begun and not rows.keys().isdisjoint(_variables(eqn)):
+            begun.add(units[i])
+            before = (v for e in inner.eqns[:i] for v in e.outvars)
+            alive = [v for v in before if last.get(v, -1) >= i and _may_wait(env[v])]
+            *values, index = lax.optimization_barrier((*(env[v] for v in alive), index))
+            env.update(zip(alive, values, strict=True))
+        read_rows(eqn.invars)
+        _run(eqn, env)
+    read_rows(inner.outvars)
+    return list(map(_whole, _jax.read(env, inner.outvars)))
+
+
+def _may_wait(value: Any) -> bool:
+    return not isinstance(value, _Parts) and not _jax.on_host(jax.typeof(value))
+
+
+def _variables(eqn: Eqn) -> set[Var]:
+    return {v for v in eqn.invars if _jax.is_var(v)}
+
+
+def _last_uses(inner: Jaxpr) -> Mapping[Var, int]:
+    """The number of the equation that is the last to read each variable; results come after all."""
+    last = {v: i for i, eqn in enumerate(inner.eqns) for v in _variables(eqn)}
+    return last | {v: len(inner.eqns) for v in inner.outvars if _jax.is_var(v)}
+
+
+def _units(eqns: Sequence[Eqn]) -> list[str]:
+    """The unit that each equation of a backward loop is in or before: what has a name next."""
+    units: list[str] = []
+    unit = ""
+    for eqn in reversed(eqns):
+        name = _jax.named_value(eqn)
+        unit = name.region if isinstance(name, RegionName) else unit
+        units.append(unit)
+    return units[::-1]
 
 
 def _part(loop: Scan, stacked: Any) -> _Parts | None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jdelta
+from benchmarks.models import build
 from jdelta import BudgetError, Decision, PlanMismatchError, _jax, _rows
 from jdelta._emit import Step, emit
 from jdelta._measure import measure
@@ -17,6 +18,7 @@ from jdelta._region import Grouping
 from jdelta._residual import residuals
 from jdelta._target import resolve
 from jdelta._trace import trace
+from tests.compilers import needs_cuda
 from tests.frameworks import LAYERS, STEPS, block, mean_square, plain
 from tests.planning import planned, under
 
@@ -189,6 +191,19 @@ def test_layers_apart_are_never_slower(share):
 
 
 # Nested
+
+
+@needs_cuda
+@pytest.mark.compiler
+def test_few_large_residuals_use_the_budget_when_layers_are_apart():
+    case = build("mlp", batch=32768, scan=True, remat=jdelta.remat)
+    args = case.step, "9131MiB", case.state, case.batch
+    options = {"donate_argnums": 0, "target": "cuda:h100"}
+    alike = jdelta.plan(*args, per_layer=False, **options)
+    apart = jdelta.plan(*args, **options)
+    assert alike.compiled_peak < 0.9 * alike.budget
+    assert 0.97 * apart.budget < apart.compiled_peak <= apart.budget
+    assert apart.overhead < 0.95 * alike.overhead
 
 
 @pytest.mark.parametrize("framework", SCANNED)
