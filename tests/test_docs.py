@@ -93,9 +93,17 @@ def test_scripts_that_pages_name_exist(page):
         assert (ROOT / script).exists(), script
 
 
-@pytest.mark.parametrize("name", ["rok", "throttled", "resident"])
-def test_tables_are_those_of_the_result_files(name):
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        ("rok", "spill"),
+        ("throttled", "spill"),
+        ("resident", "spill"),
+        ("per_layer", "how-it-works"),
+    ],
+)
+def test_tables_are_those_of_the_result_files(name, page):
     script = importlib.import_module(f"benchmarks.{name}")
     rows = record.load(ROOT / "benchmarks" / "results" / f"{name}.json")
     assert len(rows) >= 3
-    assert script.markdown(rows) in (ROOT / "docs" / "spill.md").read_text("utf-8")
+    assert script.markdown(rows) in (ROOT / "docs" / f"{page}.md").read_text("utf-8")
