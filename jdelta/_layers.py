@@ -17,9 +17,9 @@ from jdelta._emit import Step
 from jdelta._errors import BudgetError
 from jdelta._hand import decisions_of
 from jdelta._items import items_of
-from jdelta._planner import EARLY, GROUPS, MOST_COMPILES, Search
 from jdelta._region import AS_WRITTEN, Grouping
 from jdelta._residual import Residual
+from jdelta._search import EARLY, GROUPS, MOST_COMPILES, Search
 from jdelta._solver import Solver
 from jdelta._trace import Trace
 from jdelta._ways import Way

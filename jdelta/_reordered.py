@@ -11,8 +11,8 @@ from jdelta._emit import Step, emit
 from jdelta._errors import BudgetError
 from jdelta._layers import Planning
 from jdelta._measure import measure
-from jdelta._planner import Search
 from jdelta._policy import Policy
+from jdelta._search import Search
 from jdelta._trace import Trace
 
 

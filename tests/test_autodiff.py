@@ -12,8 +12,8 @@ import jdelta
 from jdelta import Decision, OffloadError
 from jdelta._emit import Step
 from jdelta._items import items_of
-from jdelta._planner import Search
 from jdelta._residual import residuals
+from jdelta._search import Search
 from jdelta._solver import Knapsack
 from jdelta._target import resolve
 from jdelta._trace import trace

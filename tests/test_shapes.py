@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jdelta
-from jdelta import PlanMismatchError, _planner
+from jdelta import PlanMismatchError, _search
 from tests.frameworks import NnxStack, mean_square
 from tests.trainers import network, rows_of, weights
 
@@ -34,7 +34,7 @@ def searches(monkeypatch):
     """Counts the searches for a plan."""
     made = []
 
-    class Counted(_planner.Search):
+    class Counted(_search.Search):
         def run(self, budget, *most):
             made.append(budget)
             return super().run(budget, *most)
