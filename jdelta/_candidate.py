@@ -112,9 +112,10 @@ def _merged(undone: Sequence[str]) -> str:
     if not undone:
         return ""
     return (
-        f" The compiler keeps {len(undone)} values all the same, such as {undone[0]}: XLA for CPUs "
-        "undoes recompute outside of loops. Run the layers under jax.lax.scan, spill to files "
-        "(spill=), or plan for the accelerator that is to train (target='tpu:v5e')."
+        f" The compiler keeps {len(undone)} values all the same, such as {undone[0]}: before jax "
+        "0.12 XLA for CPUs undoes recompute outside of loops. Upgrade jax, run the layers under "
+        "jax.lax.scan, spill to files (spill=), or plan for the accelerator that is to train "
+        "(target='tpu:v5e')."
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 import jdelta
 from jdelta import BudgetError, Decision, PlanMismatchError, TargetError, TraceError
 from jdelta._measure import measure
+from jdelta._policy import Policy
 from jdelta._target import resolve
 from tests import small
 
@@ -229,8 +230,10 @@ def test_below_the_floor():
     assert least.estimates == ("ceiling",)
 
 
-def test_below_the_floor_of_an_unrolled_step_on_a_cpu_says_why():
-    with pytest.raises(BudgetError, match="XLA for CPUs undoes recompute outside of loops"):
+def test_below_the_floor_of_an_unrolled_step_on_a_cpu_says_why(monkeypatch):
+    # XLA of jax 0.12 keeps recompute apart that is shielded, that of 0.10 merges all of it.
+    monkeypatch.setattr(Policy, "prevents_cse", lambda *_: False)
+    with pytest.raises(BudgetError, match="XLA for CPUs undoes recompute"):
         jdelta.plan(small.unrolled_step, 0.1, *small.make_args(), donate_argnums=0)
     with pytest.raises(BudgetError) as scanned:
         jdelta.plan(small.step, 0.1, *small.make_args(), donate_argnums=0)
