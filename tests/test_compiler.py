@@ -107,8 +107,8 @@ def test_host_bytes_are_the_planned_ones(target):
 
 @pytest.mark.parametrize("target", TARGETS[:1])
 def test_offload_that_the_compiler_dropped_is_an_error(target, monkeypatch):
-    def only_the_first_on_the_host(*args):
-        compiled, measured = measure(*args)
+    def only_the_first_on_the_host(*args, **options):
+        compiled, measured = measure(*args, **options)
         first = measured.host_buffers[:1]
         return compiled, dataclasses.replace(measured, host=sum(first), host_buffers=first)
 

@@ -182,6 +182,7 @@ def test_memory_is_freed(scan, remat, spill):
     assert counters.entries == 0
 
 
+@pytest.mark.filterwarnings("ignore::jdelta.SpillDriftWarning")  # the rates are made up
 def test_two_hundred_planned_steps_grow_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(jdelta._planning, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
     step, args = network(512)
