@@ -337,9 +337,10 @@ def summary(plan: jdelta.Plan, planned: Run, plain: Run, plain_peak: int) -> Tab
         ("compiled peak", size(plain_peak), size(plan.compiled_peak)),
         ("step time", *(f"{1e3 * run.seconds:,.1f} ms" for run in (plain, planned))),
         ("resident memory, peak", *(f"+{size(run.resident)}" for run in (plain, planned))),
-        ("in files", size(0), size(plan.spill_bytes)),
     ]:
         table.add_row(*row)
+    if plan.spill:
+        table.add_row("in files", size(0), size(plan.spill_bytes))
     return table
 
 
