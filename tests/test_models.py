@@ -231,7 +231,7 @@ def test_region_names_follow_modules():
     ("arguments", "message"),
     [
         ({"name": "gpt5"}, "unknown model 'gpt5'; known: gpt2"),
-        ({"name": "mlp", "scan": True}, "model 'mlp' has no option scan"),
+        ({"name": "resnet50", "scan": True}, "model 'resnet50' has no option scan"),
         ({"name": "resnet50", "dropout": 0.5}, "model 'resnet50' has no option dropout"),
     ],
 )
