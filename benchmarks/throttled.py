@@ -66,12 +66,13 @@ def row(step: str, device: str, directory: str, repeats: int = REPEATS) -> Row:
     args = marked.step, None, marked.state, marked.batch
     residuals = jdelta.plan(*args, donate_argnums=0).residuals
     way = to_files(spill, rates, residuals)
-    scopes = _scopes(residuals, way)
+    groups = [list(group) for _, group in itertools.groupby(residuals, key=lambda r: r.region)]
+    scopes = [sum(r.bytes for r in group if _may(r, way)) for group in groups]
     late = {r.region for r in residuals if r.name in way.bare}
     figures = {
         "rates": [rates.write, rates.read],
         "scopes": scopes,
-        "modelled": _seconds(residuals),
+        "modelled": [sum(r.seconds for r in group) for group in groups],
         "forward": [_forward_seconds(step)] * len(scopes),
         "rate": rate,
         "rule": len(scopes) - len(late),
@@ -119,18 +120,6 @@ def _spill(device: str, directory: str) -> tuple[jdelta.Spill, float | None]:
 
 def _may(r: Residual, way: Way) -> bool:
     return r.needed and way.refusal(r) is None
-
-
-def _scopes(residuals: Sequence[Residual], way: Way) -> list[int]:
-    """Bytes of each unit that can be spilled, in the order of the forward pass."""
-    groups = itertools.groupby(residuals, key=lambda r: r.region)
-    return [sum(r.bytes for r in group if _may(r, way)) for _, group in groups]
-
-
-def _seconds(residuals: Sequence[Residual]) -> list[float]:
-    """Predicted seconds of each unit's forward pass."""
-    groups = itertools.groupby(residuals, key=lambda r: r.region)
-    return [sum(r.seconds for r in group) for _, group in groups]
 
 
 def _forward_seconds(step: str) -> float:

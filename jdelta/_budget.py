@@ -91,13 +91,3 @@ def _parse_text(text: str) -> Budget:
     if size <= 0:
         raise BudgetError(f"budget must be above zero; got {text!r}; {_EXPECTED}")
     return Budget(bytes=size)
-
-
-def format_bytes(size: float) -> str:
-    """Bytes with a binary unit and three or four digits: ``1.50 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1000 or unit == "GiB":
-            break
-        size /= 1024
-    digits = 0 if unit == "B" else 2 if abs(size) < 100 else 1
-    return f"{size:.{digits}f} {unit}"

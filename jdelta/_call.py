@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding
 
+from jdelta._format import format_array, format_some
 from jdelta._target import Target, is_on_host
 
 Static = tuple[int | str, ...]
@@ -153,10 +154,10 @@ def described(args: Any) -> tuple[str, ...]:
 
 def _described(leaf: Any) -> str:
     if isinstance(leaf, (bool, int, float, complex)):
-        return f"{jax.typeof(leaf).dtype}[]"
+        return format_array(jax.typeof(leaf).dtype, ())
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return type(leaf).__name__
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]{_cut(leaf)}"
+    return format_array(leaf.dtype, leaf.shape) + _cut(leaf)
 
 
 def _cut(leaf: Any) -> str:
@@ -196,5 +197,4 @@ def difference(planned: Sequence[str], given: Sequence[str]) -> str | None:
         for path in dict.fromkeys([*expected, *came])
         if expected.get(path) != came.get(path)
     ]
-    more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
-    return "; ".join(changed[:4]) + more if changed else None
+    return format_some(changed, 4, "; ") if changed else None

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import jax
 
-from jdelta._budget import format_bytes
 from jdelta._decision import Decision
 from jdelta._emit import Emission
 from jdelta._errors import BudgetError
+from jdelta._format import format_array, format_bytes, format_some
 from jdelta._graph import labels
 from jdelta._measure import Measurement
 from jdelta._peak import Timeline
@@ -77,11 +77,10 @@ class Found:
 
 def not_there(names: Sequence[str], away: Mapping[str, int], measurement: Measurement) -> str:
     """What to say where the compiler keeps on the device what the plan puts on the host."""
-    others = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return (
         f"The plan puts {format_bytes(sum(away.values()))} on the host, but the compiled program "
-        f"holds {format_bytes(measurement.host)} there: the compiler keeps {', '.join(names[:5])}"
-        f"{others} on the device. Take these out of pin=."
+        f"holds {format_bytes(measurement.host)} there: the compiler keeps "
+        f"{format_some(names, 5)} on the device. Take these out of pin=."
     )
 
 
@@ -123,7 +122,7 @@ def _largest(timeline: Timeline) -> str:
     """What is alive at the simulated peak, for messages."""
     values, names = timeline.graph.values, labels(timeline.graph)
     rows = [
-        f"{names[v]} {values[v].dtype}[{','.join(map(str, values[v].shape))}] "
+        f"{names[v]} {format_array(values[v].dtype, values[v].shape)} "
         f"{format_bytes(values[v].bytes)}"
         for v in timeline.alive(timeline.peak_index)[:4]
     ]

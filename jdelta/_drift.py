@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import warnings
 
-from jdelta._budget import format_bytes
+from jdelta._format import format_bytes
 from jdelta._spill import Spill, SpillRates, measure_rates
 
 WINDOW = 16

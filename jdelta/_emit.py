@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jdelta import _jax, _rows
 from jdelta._automatic import tracing
 from jdelta._errors import OffloadError, PlanMismatchError
+from jdelta._format import format_some
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
 from jdelta._jax import Jaxpr
@@ -245,8 +246,8 @@ def _computed(graph: Graph, policy: Policy) -> Computed:
     if missing:
         raise PlanMismatchError(
             f"The step does not compute {len(missing)} of the values that the plan keeps: "
-            f"{', '.join(missing[:5])}. The plan was made for another program (or another version "
+            f"{format_some(missing, 5)}. The plan was made for another program (or another version "
             "of JAX or Flax): plan this one again."
         )
     decided = policy.kept | policy.recomputed
-    return Computed(frozenset(found - again) & policy.kept, frozenset(again) & decided)
+    return Computed(policy.kept & (found - again), decided & again)

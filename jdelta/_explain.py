@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from jdelta._budget import format_bytes
 from jdelta._decision import Decision
 from jdelta._errors import PlanMismatchError
 from jdelta._files import to_files
+from jdelta._format import format_array, format_bytes, format_seconds, format_some
 from jdelta._items import Items, items_of
 from jdelta._residual import Residual
 from jdelta._solver import Knapsack
-from jdelta._table import Row, format_seconds, rows
+from jdelta._table import Row, rows
 from jdelta._target import Target, published
 from jdelta._ways import offload_refusal
 
@@ -67,14 +67,13 @@ class Explanation:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        shape = f"{self.dtype}[{','.join(map(str, self.shape))}]"
         times = f" × {self.instances}" if self.instances > 1 else ""
         yield f"{self.name}: {self.decision.value}"
-        yield f"  {shape}{times}, {format_bytes(self.bytes)} per device"
+        array = format_array(self.dtype, self.shape)
+        yield f"  {array}{times}, {format_bytes(self.bytes)} per device"
         yield f"  alive for {format_seconds(self.lifespan)} if kept (predicted)"
-        after = f", after {', '.join(self.chain[:4])}" if self.chain else ""
-        more = f" and {len(self.chain) - 4} more" if len(self.chain) > 4 else ""
-        yield f"  recompute: {format_seconds(self.recompute)}{after}{more}"
+        after = f", after {format_some(self.chain, 4)}" if self.chain else ""
+        yield f"  recompute: {format_seconds(self.recompute)}{after}"
         yield f"  offload: {self._offload()}"
         yield f"  {self._turning()}"
 

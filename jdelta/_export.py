@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jdelta._budget import format_bytes
 from jdelta._decision import Decision
 from jdelta._errors import PlanMismatchError
+from jdelta._format import format_bytes
 from jdelta._residual import Residual
 from jdelta._table import rows
 

@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jdelta._budget import format_bytes
 from jdelta._decision import Decision
 from jdelta._errors import BudgetError, PlanMismatchError
+from jdelta._format import format_bytes
 from jdelta._fusion import Compiler
 from jdelta._graph import Value
 from jdelta._problem import AWAY, Item, Move, Problem, Tier

@@ -10,16 +10,16 @@ from typing import Any
 
 import jax
 
-from jdelta._budget import format_bytes
 from jdelta._call import call_of, several
 from jdelta._emit import Step, fixed_bytes, local_bytes
 from jdelta._errors import BudgetError
+from jdelta._format import format_array, format_bytes, format_seconds
 from jdelta._fusion import Compiler
 from jdelta._graph import labels
 from jdelta._peak import Timeline, timeline
 from jdelta._plan import Plan
 from jdelta._planning import plan
-from jdelta._table import NUMBERED, aligned, format_seconds
+from jdelta._table import NUMBERED, aligned
 from jdelta._target import resolve
 from jdelta._trace import Trace, trace
 
@@ -162,7 +162,7 @@ def _temporaries(line: Timeline, found: Trace) -> list[Alive]:
 def _shape(array: Any) -> str:
     if not hasattr(array, "shape"):
         array = jax.typeof(array)
-    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+    return format_array(array.dtype, array.shape)
 
 
 def _alike(name: str) -> str:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jdelta._budget import format_bytes
 from jdelta._call import Call, call_of, described, difference
 from jdelta._drift import Drift
 from jdelta._emit import Step, emit
 from jdelta._errors import BudgetError, PlanMismatchError
+from jdelta._format import format_bytes
 from jdelta._measure import Measurement, measure
 from jdelta._spill import named_errors
 from jdelta._spilled import check_spilled

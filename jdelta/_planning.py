@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, overload
 import jax
 
 from jdelta import _reordered
-from jdelta._budget import format_bytes, parse_budget, parse_host_budget
+from jdelta._budget import parse_budget, parse_host_budget
 from jdelta._call import Call, Static, call_of, described, several
 from jdelta._candidate import Found
 from jdelta._cost import program_seconds
@@ -19,6 +19,7 @@ from jdelta._deferred import DeferredPlan
 from jdelta._emit import Step
 from jdelta._errors import BudgetError
 from jdelta._files import to_files
+from jdelta._format import format_bytes
 from jdelta._layers import Planning
 from jdelta._measure import Measurement
 from jdelta._plan import Plan

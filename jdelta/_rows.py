@@ -79,8 +79,9 @@ def _loop(eqn: Eqn, inputs: Sequence[Any]) -> list[Any]:
     stacks = [x.rows if isinstance(x, _Parts) else x for x in loop.xs]
     alike = list({id(x): x for x in stacks}.values())  # each crosses into the loop once
     places = [next(i for i, x in enumerate(alike) if x is stack) for stack in stacks]
-    units = _units(_jax.open_jaxpr(loop.body).eqns)
-    waits = "transpose(" in _jax.name_stack(eqn) and len({*units} - {""}) > 1
+    is_backward = "transpose(" in _jax.name_stack(eqn)
+    units = _units(_jax.open_jaxpr(loop.body).eqns) if is_backward else ()
+    waits = len({*units} - {""}) > 1
     crossing = [None if waits and not _jax.on_host(jax.typeof(x)) else x for x in alike]
 
     def step(carry: Any, given: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from jdelta import _jax
-from jdelta._budget import format_bytes
 from jdelta._call import Call, call_of, several
+from jdelta._format import format_bytes
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
 from jdelta._hlo import parse

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from jdelta._budget import Budget, format_bytes
+from jdelta._budget import Budget
 from jdelta._candidate import GOOD_USE, Candidate, Found, not_there, too_small, wrong_order
 from jdelta._decision import Decision
 from jdelta._emit import Emission, Step, emit
 from jdelta._errors import BudgetError, OffloadError, SpillError
+from jdelta._format import format_bytes
 from jdelta._host import without_place
 from jdelta._items import Items
 from jdelta._measure import measure

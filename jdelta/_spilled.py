@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import jax
 
-from jdelta._budget import format_bytes
 from jdelta._decision import Decision
 from jdelta._errors import SpillError
+from jdelta._format import format_bytes, format_some
 from jdelta._hlo import Computation, Instruction, Module, parse
 from jdelta._residual import Residual
 from jdelta._spill.library import READ, WRITE
@@ -87,11 +87,10 @@ def check_spilled(
     read = [r for r in planned if (r.needed and not r.boundary) or handed & _names(r)]
     missing = [r for r in read if max(found[name] for name in _names(r)) < r.bytes]
     if missing:
-        names = ", ".join(r.name for r in missing[:5])
-        others = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        names = format_some([r.name for r in missing], 5)
         raise SpillError(
             f"The plan spills {format_bytes(sum(r.bytes for r in planned))}, but the compiled "
-            f"program does not write and read back all bytes of {names}{others} "
+            f"program does not write and read back all bytes of {names} "
             f"({format_bytes(sum(r.bytes for r in missing))}). Take these out of pin=, or plan "
             "without spill=."
         )

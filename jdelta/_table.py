@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jdelta._budget import format_bytes
 from jdelta._decision import Decision
+from jdelta._format import format_array, format_bytes, format_seconds, format_some
 from jdelta._region import Grouping
 from jdelta._residual import Residual
 
@@ -109,7 +109,7 @@ def cells(row: Row) -> tuple[str, ...]:
     return (
         row.name,
         _count(row),
-        f"{row.sample.dtype}[{','.join(map(str, row.sample.shape))}]",
+        format_array(row.sample.dtype, row.sample.shape),
         format_bytes(row.bytes),
         row.decision.value,
         row.why,
@@ -202,13 +202,4 @@ def _updates(saved: int) -> str:
 def _undone(names: Sequence[str]) -> str:
     if not names:
         return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"by the compiler, which keeps or recomputes otherwise: {', '.join(names[:3])}{more}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Seconds with a fitting unit: ``1.24 ms``."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        if seconds * factor >= 1 or unit == "µs":
-            return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError("unreachable")
+    return f"by the compiler, which keeps or recomputes otherwise: {format_some(names, 3)}"

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator, PercentFormatter
 
-from jdelta._budget import format_bytes
 from jdelta._decision import Decision
 from jdelta._errors import PlanMismatchError
+from jdelta._format import format_bytes
 from jdelta._frontier import Frontier
 from jdelta._picture import Moment
 from jdelta._plan import Plan

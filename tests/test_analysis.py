@@ -17,7 +17,7 @@ from jdelta._graph import graph_of
 from jdelta._items import items_of
 from jdelta._peak import timeline
 from jdelta._residual import residuals
-from jdelta._table import format_seconds, rows
+from jdelta._table import rows
 from jdelta._target import resolve
 from jdelta._trace import trace
 
@@ -257,13 +257,6 @@ def test_equal_layers_share_a_row():
     decisions["unit_3/tanh"] = Decision.SAVE
     split = {(row.name, row.regions) for row in rows(every, decisions) if "tanh" in row.name}
     assert split == {("unit_3/tanh", 1), ("unit_*/tanh", 11)}
-
-
-@pytest.mark.parametrize(
-    ("given", "text"), [(2.0, "2 s"), (0.0123, "12.3 ms"), (4.5e-6, "4.5 µs"), (0.0, "0 µs")]
-)
-def test_format_seconds(given, text):
-    assert format_seconds(given) == text
 
 
 def test_branches_that_meet_again_are_priced_once():

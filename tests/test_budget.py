@@ -1,7 +1,7 @@
 import pytest
 
 from jdelta import BudgetError
-from jdelta._budget import Budget, format_bytes, parse_budget
+from jdelta._budget import Budget, parse_budget
 
 
 @pytest.mark.parametrize(
@@ -45,17 +45,3 @@ def test_what_is_understood(given, expected):
 def test_what_is_refused_says_why(given, says):
     with pytest.raises(BudgetError, match=says):
         parse_budget(given)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1536, "1.50 KiB"),
-        (2**30, "1.00 GiB"),
-        (200 * 2**30, "200.0 GiB"),
-    ],
-)
-def test_format(size, text):
-    assert format_bytes(size) == text

@@ -190,9 +190,6 @@ def test_layers_apart_are_never_slower(share):
     assert apart.compiles <= 4
 
 
-# Nested
-
-
 @needs_cuda
 @pytest.mark.compiler
 def test_few_large_residuals_use_the_budget_when_layers_are_apart():
@@ -204,6 +201,9 @@ def test_few_large_residuals_use_the_budget_when_layers_are_apart():
     assert alike.compiled_peak < 0.9 * alike.budget
     assert 0.97 * apart.budget < apart.compiled_peak <= apart.budget
     assert apart.overhead < 0.95 * alike.overhead
+
+
+# Nested
 
 
 @pytest.mark.parametrize("framework", SCANNED)

@@ -15,9 +15,9 @@ import jdelta
 from benchmarks.models import identity
 from jdelta import Decision, SpillError, _spilling
 from jdelta._boundary import with_boundaries
-from jdelta._budget import format_bytes
 from jdelta._drift import Drift
 from jdelta._files import Scope, hidden_scopes, to_files
+from jdelta._format import format_bytes
 from jdelta._items import items_of
 from jdelta._spill import SpillRates, write
 from jdelta._target import resolve

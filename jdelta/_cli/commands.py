@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdelta import _explain, _export, _frontier, _largest, _oom
-from jdelta._budget import format_bytes
 from jdelta._cli import loading
 from jdelta._cli.output import Answer, Block
+from jdelta._format import format_bytes, format_seconds
 from jdelta._plan import Plan
 from jdelta._planned import recompiled
 from jdelta._planning import plan
-from jdelta._table import HEAD, cells, format_seconds, rows, shown, summary_lines
+from jdelta._table import HEAD, cells, rows, shown, summary_lines
 from jdelta._target import names, published
 
 Options = argparse.Namespace

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from jdelta._format import format_array
 from jdelta._hlo import DEVICE, Array, Computation, Instruction, Module, Shape, leaves
 from jdelta._order.problem import Problem, Tensor
 
@@ -239,7 +240,7 @@ class _Builder:
 
 
 def _kind(array: Array) -> str:
-    return f"{array.dtype}[{','.join(map(str, array.dims))}]"
+    return format_array(array.dtype, array.dims)
 
 
 def _is_elementwise(instruction: Instruction) -> bool:

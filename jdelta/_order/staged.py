@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from jdelta._format import format_array
 from jdelta._fusion import Compiler, storage
 from jdelta._graph import BARRIER, Graph, Operation
 from jdelta._order.problem import Problem, Tensor
@@ -192,7 +193,7 @@ class _Builder:
 
     def _kind(self, value: int) -> str:
         shown = self._graph.values[value]
-        return f"{shown.dtype}[{','.join(map(str, shown.shape))}]"
+        return format_array(shown.dtype, shown.shape)
 
 
 def _is_operator(op: Operation, buffers: _Buffers) -> bool:
