@@ -6,6 +6,10 @@ array, written and read at an index that is computed. Here values outside of loo
 those of one shape share a host array, each is written to its slot, and is read from it at an index
 that depends on a value of the backward pass. The read cannot come before that value, which no pass
 of the compiler can take back.
+
+A TPU's scheduler gives a copy the compute that it takes to be enough, and no more. So what can hide
+at all goes to two slots, one after the other: each half then has an instruction to hide behind that
+is often longer than the half needs (``benchmarks/offload.py`` has what this hides).
 """
 
 from __future__ import annotations
@@ -28,8 +32,7 @@ from jdelta._shardy import Spec
 _UNCUT: Mapping[Var, Spec] = MappingProxyType({})
 
 _PARTS = 2
-"""Slots of a value that is alone in its shape: an array of one slot would be no array to XLA."""
-
+"""Slots of a value that is split."""
 
 _ROW, _COLUMN = 128, 32
 """Elements in a row, and most elements in a column, of the tiles that TPUs store arrays in."""
@@ -38,11 +41,22 @@ _ROW, _COLUMN = 128, 32
 class Stacks:
     """Host arrays, and the slots that values have in them.
 
+    Args:
+        units: The values that each unit fetches.
+        specs: How they are cut over devices.
+        split: Whether values are split where they can be; one that is alone in its shape always is.
+
     Attributes:
         slots: From each value to its array and the first of its slots there.
     """
 
-    def __init__(self, units: Iterable[Sequence[Var]], specs: Mapping[Var, Spec] = _UNCUT):
+    def __init__(
+        self,
+        units: Iterable[Sequence[Var]],
+        specs: Mapping[Var, Spec] = _UNCUT,
+        *,
+        split: bool = False,
+    ):
         shapes: dict[tuple[Any, ...], list[Var]] = defaultdict(list)
         for values in units:
             seen: Counter[tuple[Any, ...]] = Counter()
@@ -55,7 +69,7 @@ class Stacks:
         self._kinds: list[_Kind] = []
         self._arrays: list[Any] = []
         for (shape, dtype, spec, _), members in shapes.items():
-            kind = _kind(shape, spec, alone=len(members) == 1)
+            kind = _kind(shape, spec, alone=len(members) == 1, split=split)
             if kind is None:
                 continue
             parts = kind.parts
@@ -92,12 +106,13 @@ class Stacks:
     def read(self, v: Var) -> Any:
         """Fetch the value of ``v``, after what was fetched before it."""
         index, slot = self.slots[v]
-        kind, parts = self._kinds[index], list[Any]()
-        for i in range(slot, slot + kind.parts):
-            away = lax.dynamic_index_in_dim(self._arrays[index], self._zero + i, keepdims=False)
+        kind = self._kinds[index]
+        parts: list[Any] = []
+        for i in range(slot, slot + kind.parts, kind.together):
+            away = lax.dynamic_slice_in_dim(self._arrays[index], self._zero + i, kind.together)
             fetched = jax.device_put(away, jax.memory.Space.Device)
             self.wait([fetched])
-            parts.append(lax.reshape(fetched, kind.part))
+            parts.append(lax.reshape(fetched, (kind.together * kind.part[0], *kind.part[1:])))
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, kind.axis)
 
 
@@ -108,30 +123,34 @@ class _Kind:
     Attributes:
         parts: Slots of one value.
         axis: Where it is split for them.
+        together: Slots that are read at once; more than one only if ``axis`` is the first.
         part: Shape of what goes to one slot.
         slot: Shape that it has there.
     """
 
     parts: int
     axis: int
+    together: int
     part: tuple[int, ...]
     slot: tuple[int, ...]
 
 
-def _kind(shape: tuple[int, ...], spec: Spec, *, alone: bool) -> _Kind | None:
+def _kind(shape: tuple[int, ...], spec: Spec, *, alone: bool, split: bool) -> _Kind | None:
     """The slots for values of a shape; None where there can be none.
 
-    A dimension that is cut over devices is not split: that would send its parts about.
+    A dimension that is cut over devices is not split: that would send its parts about. An array of
+    one slot, or one that is read whole, would be no array to XLA: so a value that is ``alone`` in
+    its shape is split, and read slot by slot.
     """
     cut = [bool(axes) for axes in spec] or [False] * len(shape)
-    if not alone:
-        return _Kind(1, 0, shape, _packed(shape, cut))
     whole = (i for i, n in enumerate(shape) if n % _PARTS == 0 and not cut[i])
     axis = next(whole, None)
-    if axis is None:
+    if alone and axis is None:
         return None
+    if axis is None or not (alone or (split and axis == 0)):
+        return _Kind(1, 0, 1, shape, _packed(shape, cut))
     part = (*shape[:axis], shape[axis] // _PARTS, *shape[axis + 1 :])
-    return _Kind(_PARTS, axis, part, _packed(part, cut))
+    return _Kind(_PARTS, axis, 1 if alone else _PARTS, part, _packed(part, cut))
 
 
 def _packed(shape: tuple[int, ...], cut: Sequence[bool]) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from jdelta._timing import HEAD, IN_FLIGHT, _Timing, timed
 from jdelta._trace import trace
 
 TARGET = resolve("tpu:v5e:2x2")
+FAST = dataclasses.replace(TARGET.rates, device_to_host=1e15, host_to_device=1e15)
 AWAY = ("*/tanh*", "*/cos")
 
 
@@ -83,9 +84,9 @@ def offloading(step, args, away=AWAY):
     return jax.make_jaxpr(planned)(*args), gone
 
 
-def check(step, args, platform="cuda", away=AWAY):
+def check(step, args, platform="cuda", away=AWAY, rates=TARGET.rates):
     staged, gone = offloading(step, args, away)
-    run = timed(staged, TARGET.rates, platform)
+    run = timed(staged, rates, platform)
     results = jax.jit(run)(*jax.tree.leaves(args))
     expected = jax.tree.leaves(jax.jit(step)(*args))
     for value, other in zip(results, expected, strict=True):
@@ -233,6 +234,15 @@ def test_copies_start_after_the_loops_of_an_iteration(products, waiting):
 def test_unrolled_units_compute_the_same(layers, platform):
     x = jax.random.normal(jax.random.key(1), (4, 8))
     check(unrolled(), (stacked(layers), x), platform)
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_what_can_hide_goes_to_the_host_of_a_tpu_in_halves(rows):
+    x = jax.random.normal(jax.random.key(1), (rows, 8))
+    jaxpr, gone = check(unrolled(), (stacked(6), x), "tpu", away=("*/tanh",), rates=FAST)
+    parts = 2 if rows % 2 == 0 else 1
+    assert gone == 6
+    assert transfers(jaxpr) == (parts * gone + 1, gone)  # one array for all, there from the start
 
 
 @pytest.mark.parametrize(("platform", "parts"), [("cuda", 0), ("tpu", 1)])
