@@ -15,7 +15,7 @@ from jdelta._decision import Decision
 from jdelta._errors import PlanMismatchError
 from jdelta._format import format_bytes
 from jdelta._residual import Residual
-from jdelta._table import rows
+from jdelta._table import rows, shown
 
 if TYPE_CHECKING:
     from jdelta._plan import Plan
@@ -104,9 +104,11 @@ def _comments(names: _Names) -> list[str]:
         return []
     size = format_bytes(sum(r.bytes for r in names.unnamed))
     saved = dict.fromkeys((r.name for r in names.unnamed), _SAVE)
+    visible, rest = shown(rows(names.unnamed, saved))
+    listed = [*(f"{row.name} ({format_bytes(row.bytes)})" for row in visible), rest]
     return [
         f"# Kept by the plan, but without a name of its own, so computed again here ({size}):",
-        *(f"#   {row.name} ({format_bytes(row.bytes)})" for row in rows(names.unnamed, saved)),
+        *(f"#   {line}" for line in listed if line),
     ]
 
 

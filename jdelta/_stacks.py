@@ -8,13 +8,14 @@ that depends on a value of the backward pass. The read cannot come before that v
 of the compiler can take back.
 
 A TPU's scheduler gives a copy the compute that it takes to be enough, and no more. So what can hide
-at all goes to two slots, one after the other: each half then has an instruction to hide behind that
-is often longer than the half needs (``benchmarks/offload.py`` has what this hides).
+at all goes to several slots, one after the other: each part then has an instruction to hide behind
+that is often longer than the part needs (``benchmarks/offload.py`` has what this hides).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,12 +28,12 @@ from jax import lax
 
 from jdelta import _jax
 from jdelta._jax import Var
-from jdelta._shardy import Spec
+from jdelta._shardy import Spec, parts_of
 
 _UNCUT: Mapping[Var, Spec] = MappingProxyType({})
 
-_PARTS = 2
-"""Slots of a value that is split."""
+_MOST_PARTS = 8
+"""Slots of a value at most: each takes a few instructions."""
 
 _ROW, _COLUMN = 128, 32
 """Elements in a row, and most elements in a column, of the tiles that TPUs store arrays in."""
@@ -44,7 +45,7 @@ class Stacks:
     Args:
         units: The values that each unit fetches.
         specs: How they are cut over devices.
-        split: Whether values are split where they can be; one that is alone in its shape always is.
+        slot: Bytes per device that a slot had better not exceed.
 
     Attributes:
         slots: From each value to its array and the first of its slots there.
@@ -55,7 +56,7 @@ class Stacks:
         units: Iterable[Sequence[Var]],
         specs: Mapping[Var, Spec] = _UNCUT,
         *,
-        split: bool = False,
+        slot: float = math.inf,
     ):
         shapes: dict[tuple[Any, ...], list[Var]] = defaultdict(list)
         for values in units:
@@ -69,7 +70,8 @@ class Stacks:
         self._kinds: list[_Kind] = []
         self._arrays: list[Any] = []
         for (shape, dtype, spec, _), members in shapes.items():
-            kind = _kind(shape, spec, alone=len(members) == 1, split=split)
+            size = math.prod(shape) * dtype.itemsize / parts_of(spec)
+            kind = _kind(shape, spec, alone=len(members) == 1, parts=math.ceil(size / slot))
             if kind is None:
                 continue
             parts = kind.parts
@@ -134,8 +136,18 @@ class _Kind:
     part: tuple[int, ...]
     slot: tuple[int, ...]
 
+    @classmethod
+    def of(
+        cls, shape: tuple[int, ...], cut: Sequence[bool], parts: int, axis: int, together: int
+    ) -> _Kind:
+        """The slots of values of a ``shape`` in so many parts."""
+        if parts == 1:
+            return cls(1, axis, together, shape, _packed(shape, cut))
+        part = (*shape[:axis], shape[axis] // parts, *shape[axis + 1 :])
+        return cls(parts, axis, together, part, _packed(part, cut))
 
-def _kind(shape: tuple[int, ...], spec: Spec, *, alone: bool, split: bool) -> _Kind | None:
+
+def _kind(shape: tuple[int, ...], spec: Spec, *, alone: bool, parts: int) -> _Kind | None:
     """The slots for values of a shape; None where there can be none.
 
     A dimension that is cut over devices is not split: that would send its parts about. An array of
@@ -143,14 +155,13 @@ def _kind(shape: tuple[int, ...], spec: Spec, *, alone: bool, split: bool) -> _K
     its shape is split, and read slot by slot.
     """
     cut = [bool(axes) for axes in spec] or [False] * len(shape)
-    whole = (i for i, n in enumerate(shape) if n % _PARTS == 0 and not cut[i])
-    axis = next(whole, None)
-    if alone and axis is None:
-        return None
-    if axis is None or not (alone or (split and axis == 0)):
-        return _Kind(1, 0, 1, shape, _packed(shape, cut))
-    part = (*shape[:axis], shape[axis] // _PARTS, *shape[axis + 1 :])
-    return _Kind(_PARTS, axis, 1 if alone else _PARTS, part, _packed(part, cut))
+    if alone:
+        axis = next((i for i, n in enumerate(shape) if n % 2 == 0 and not cut[i]), None)
+        return None if axis is None else _Kind.of(shape, cut, 2, axis, together=1)
+    count = 1
+    while count < min(parts, _MOST_PARTS) and shape[0] % (2 * count) == 0 and not cut[0]:
+        count *= 2
+    return _Kind.of(shape, cut, count, 0, together=count)
 
 
 def _packed(shape: tuple[int, ...], cut: Sequence[bool]) -> tuple[int, ...]:

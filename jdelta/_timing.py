@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,11 +53,14 @@ offload behind barriers, and runs copies to the host beside compute by itself.""
 IN_FLIGHT = 2
 """Copies to the host that XLA has under way at a time."""
 
-SLACK = {"cuda": 1.5, "tpu": 3.0}
+SLACK = {"cuda": 1.5, "tpu": 2.5}
 """Times its own seconds that a copy to the host is given: roofline seconds are not that exact.
 
 Forward passes of GPT-2, BERT and Llama as TPUs compile them take half to a third of these seconds.
 """
+
+SLOT_SECONDS = 0.45e-3
+"""Seconds on the link of a copy that is short enough to hide behind an instruction of its own."""
 
 HEAD = -1
 """Number of the head among the backward units: it comes before the first."""
@@ -236,8 +240,8 @@ class _Timing:
                 stop = begin - 1
                 self.starts.setdefault(stop, (stops[stop], []))[1].append(index)
             free = max(self.written, clock[begin])
-            self.written = free + out[index]
-            goal = min(free + slack * out[index], clock[index] + longest)
+            self.written = free + slack * out[index]
+            goal = min(self.written, clock[index] + longest)
             late = (s for s in self._after(index, stops) if s >= begin and clock[s + 1] >= goal)
             end = next(late, None)  # without any, the barrier before the first backward unit
             ends.append(ends[-1] if end is None else end)
@@ -341,8 +345,9 @@ class _Evaluation:
         self.timing = timing
         self.device: dict[Var, Any] = {}
         self.late: dict[Var, Late] = {}
-        specs = timing.clock.shardings.specs
-        self.stacks = Stacks(timing.stacked, specs, split=not timing.is_bound)
+        clock = timing.clock
+        slot = math.inf if timing.is_bound else SLOT_SECONDS * clock.rates.device_to_host
+        self.stacks = Stacks(timing.stacked, clock.shardings.specs, slot=slot)
         self.read = _variables_read(timing.program)
 
     def run(self, args: Sequence[Any]) -> list[Any]:

@@ -178,12 +178,14 @@ def test_results_are_the_same_with_everything_offloaded(kind, platform, scan):
 
 
 def test_slots_of_host_arrays_do_not_split_what_is_cut():
-    whole, split = {"alone": False, "split": False}, {"alone": False, "split": True}
-    alone = {"alone": True, "split": True}
+    whole, split = {"alone": False, "parts": 1}, {"alone": False, "parts": 2}
+    alone = {"alone": True, "parts": 1}
     by_rows = ((Axis("data", 4),), (), ())
     assert _kind((4, 64, 96), by_rows, **alone) == _Kind(2, 1, 1, (4, 32, 96), (4, 32, 96))
     assert _kind((4, 64, 96), (), **alone) == _Kind(2, 0, 1, (2, 64, 96), (2, 64, 96))
     assert _kind((4, 64, 96), (), **split) == _Kind(2, 0, 2, (2, 64, 96), (2, 64, 96))
+    assert _kind((96, 64), (), alone=False, parts=99) == _Kind(8, 0, 8, *[(12, 64)] * 2)
+    assert _kind((12, 64), (), alone=False, parts=99) == _Kind(4, 0, 4, *[(3, 64)] * 2)
     assert _kind((4, 64, 96), by_rows, **split) == _Kind(1, 0, 1, *[(4, 64, 96)] * 2)
     heads = ((), (), (Axis("model", 4),), ())
     assert _kind((8, 32, 8, 16), heads, **whole) == _Kind(1, 0, 1, (8, 32, 8, 16), (8, 32, 128))

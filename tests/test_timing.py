@@ -13,7 +13,7 @@ import jdelta
 from benchmarks.models import build
 from benchmarks.offload import by_hand, shapes, size, stack
 from benchmarks.offload import layer as stack_layer
-from jdelta import BudgetError, Decision, _jax, _transfer
+from jdelta import BudgetError, Decision, _jax, _timing, _transfer
 from jdelta._boundary import with_boundaries
 from jdelta._items import items_of
 from jdelta._pipeline import Clock
@@ -236,11 +236,11 @@ def test_unrolled_units_compute_the_same(layers, platform):
     check(unrolled(), (stacked(layers), x), platform)
 
 
-@pytest.mark.parametrize("rows", [3, 4])
-def test_what_can_hide_goes_to_the_host_of_a_tpu_in_halves(rows):
+@pytest.mark.parametrize(("rows", "parts"), [(3, 1), (4, 4), (6, 2)])
+def test_what_can_hide_goes_to_the_host_of_a_tpu_in_parts(rows, parts, monkeypatch):
     x = jax.random.normal(jax.random.key(1), (rows, 8))
+    monkeypatch.setattr(_timing, "SLOT_SECONDS", x.nbytes / 4 / FAST.device_to_host)
     jaxpr, gone = check(unrolled(), (stacked(6), x), "tpu", away=("*/tanh",), rates=FAST)
-    parts = 2 if rows % 2 == 0 else 1
     assert gone == 6
     assert transfers(jaxpr) == (parts * gone + 1, gone)  # one array for all, there from the start
 
