@@ -318,6 +318,7 @@ sys.path[:0] = sys.argv[1].split(os.pathsep)
 import jax
 from spilling import *
 path = sys.argv[2]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 """
 
 
