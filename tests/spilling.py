@@ -98,6 +98,15 @@ def wait_until(condition, seconds=10):
     return condition()
 
 
+def flow(store):
+    """Counters once nothing goes on; what is written and what is not make up what was planned."""
+    store.settle()
+    counters = store.counters()
+    assert counters.planned == counters.written + counters.forwarded
+    assert counters.entries == counters.stored == 0
+    return counters
+
+
 def usage():
     """Open files, threads and resident bytes of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from spilling import MIB, usage
+from spilling import MIB, flow, usage
 
 import jdelta
 from benchmarks.models import identity
@@ -177,9 +177,7 @@ def test_memory_is_freed(scan, remat, spill):
         check(planned(*args), jax.jit(plain)(*args))
     assert plan.compiled_peak <= plan.budget < plan.ceiling
     assert Decision.SPILL in plan.decisions.values()
-    counters = plan.store.counters()
-    assert counters.planned == 3 * plan.spill_bytes == counters.written + counters.forwarded
-    assert counters.entries == 0
+    assert flow(plan.store).planned == 3 * plan.spill_bytes
 
 
 @pytest.mark.filterwarnings("ignore::jdelta.SpillDriftWarning")  # the rates are made up
@@ -191,19 +189,16 @@ def test_two_hundred_planned_steps_grow_nothing(tmp_path, monkeypatch):
     planned = plan.jit()
     assert plan.spill_bytes > 0
     for _ in range(20):
-        planned(*args)
+        jax.block_until_ready(planned(*args))
     files, threads, memory = usage()
     for _ in range(200):
-        result = planned(*args)
+        result = jax.block_until_ready(planned(*args))
     check(result, jax.jit(step)(*args))
     later_files, later_threads, later_memory = usage()
     assert later_files <= files
     assert later_threads <= threads + 2  # threads that complete operations come and go
     assert later_memory < memory + 16 * MIB
-    plan.store.settle()
-    counters = plan.store.counters()
-    assert counters.planned == 220 * plan.spill_written == counters.written + counters.forwarded
-    assert counters.entries == counters.stored == 0
+    assert flow(plan.store).planned == 220 * plan.spill_written
 
 
 def test_spilling_alone_frees_as_many_bytes(spill):
@@ -254,11 +249,9 @@ def test_what_trainers_do(habit, remat, spill):
         state, got = planned(state, args[1])
         expected, aux = jax.jit(plain)(expected, args[1])
         check((state, got), (expected, aux))
-    counters = plan.store.counters()
     repeats = {"accumulation": MICRO, "many steps": MANY}.get(habit, 1)
-    assert counters.planned == 2 * plan.spill_written > 0
+    assert flow(plan.store).planned == 2 * plan.spill_written > 0
     assert plan.spill_written == repeats * plan.spill_bytes
-    assert counters.planned == counters.written + counters.forwarded
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
@@ -270,15 +263,16 @@ def test_devices(kind, scan, spill):
     step = parallel.step(jdelta.remat, scan=scan)
     with parallel.context(parallel.local_mesh()):
         plan = jdelta.plan(step, 0.999, *args, spill=spill, pin=pin)
-        got, expected = plan.jit()(*args), jax.jit(parallel.step(scan=scan))(*args)
+        # comparing waits for one of each part only, and others spill their own
+        got = jax.block_until_ready(plan.jit()(*args))
+        expected = jax.jit(parallel.step(scan=scan))(*args)
     for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
     away = [r for r in plan.residuals if plan.decisions[r.name] is Decision.SPILL]
     parts = {r.name: r.bytes for r in away}
-    counters = plan.store.counters()
     devices = math.prod(parallel.axes.values())
-    assert counters.planned == devices * plan.spill_bytes == counters.written + counters.forwarded
+    assert flow(plan.store).planned == devices * plan.spill_bytes
     assert plan.spill_bytes <= sum(parts.values())
 
 

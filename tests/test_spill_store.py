@@ -17,6 +17,7 @@ from spilling import (
     X,
     expected,
     fill,
+    flow,
     make_step,
     open_store,
     take,
@@ -38,15 +39,6 @@ def store(request, tmp_path):
     store = open_store(tmp_path, adapter=adapter)
     yield store
     store.close()
-
-
-def flow(store):
-    """Counters once nothing goes on; what is written and what is not make up what was planned."""
-    store.settle()
-    counters = store.counters()
-    assert counters.planned == counters.written + counters.forwarded
-    assert counters.entries == counters.stored == 0
-    return counters
 
 
 def test_a_scanned_step_gets_back_what_it_wrote(store):
@@ -128,7 +120,8 @@ def test_each_device_writes_its_part(store, kind):
 
     x = jax.device_put(X, sharding)
     compiled = jax.jit(step).lower(x).compile()
-    np.testing.assert_array_equal(compiled(x), X * 2)
+    result = jax.block_until_ready(compiled(x))  # comparing waits for one of each part only
+    np.testing.assert_array_equal(result, X * 2)
     assert "all-gather" not in compiled.as_text()
     assert flow(store).planned == 2 * X.nbytes  # by each of the two that have the same part
 
@@ -165,11 +158,12 @@ def test_collectives_around_a_full_pool_do_not_lock_up(pool):
 
 def test_reads_that_were_begun_do_not_wait_for_each_other():
     device = Device()
+    both = threading.Barrier(2)  # passed only by two reads at once
     store = open_store(adapter=device)
 
     def settle(*tokens):
         store.settle()
-        device.fault = lambda *_: time.sleep(3)
+        device.fault = lambda *_: both.wait(30)
         return tokens
 
     @jax.jit
@@ -180,10 +174,8 @@ def test_reads_that_were_begun_do_not_wait_for_each_other():
         return read(store, begun, jax.typeof(x), slot=0) * read(store, begun, jax.typeof(x), slot=1)
 
     x = np.ones(MIB // 4, np.float32)  # one block
-    compiled = step.lower(x).compile()
-    start = time.perf_counter()
-    np.testing.assert_array_equal(compiled(x), 2)
-    assert 3 < time.perf_counter() - start < 5.5
+    np.testing.assert_array_equal(step(x), 2)
+    assert not both.broken
 
 
 def test_the_step_does_not_wait_for_a_slow_device_and_queued_writes_are_cancelled():
