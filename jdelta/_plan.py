@@ -135,11 +135,7 @@ class Plan:
         """What ``jax.checkpoint`` is to do with the results of an equation."""
         if self.policy is None:
             return jax.checkpoint_policies.everything_saveable(prim, *avals, **params)
-        if self.policy.spilled:
-            raise SpillError(
-                f"The plan spills {len(self.policy.spilled)} values, which a jax.checkpoint policy "
-                "cannot do. Use plan.jit or jdelta.jit, or plan without spill=."
-            )
+        self._check_without_files(self.policy)
         return self.policy(prim, *avals, **params)
 
     @property
@@ -152,9 +148,19 @@ class Plan:
 
         Raises:
             PlanMismatchError: Other values than the planned ones might have their names.
+            SpillError: The plan spills, and no policy can.
         """
         if self.policy is not None:
+            self._check_without_files(self.policy)
             self.policy.check_before_jvp(region)
+
+    @staticmethod
+    def _check_without_files(policy: Policy) -> None:
+        if policy.spilled:
+            raise SpillError(
+                f"The plan spills {len(policy.spilled)} values, which a jax.checkpoint policy "
+                "cannot do. Use plan.jit or jdelta.jit, or plan without spill=."
+            )
 
     def prevents_cse(self, region: str) -> bool:
         """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""

