@@ -96,6 +96,14 @@ class Items:
         """Seconds that complete decisions add to the step."""
         return self.whole.overhead([decisions[r.name] for r in self.residuals])
 
+    def unread(self, decisions: Mapping[str, Decision]) -> set[str]:
+        """What no backward pass reads: not by itself, and nothing is computed again from it."""
+        read: dict[str, bool] = {}
+        for r in reversed(self.residuals):
+            again = (c for c in r.consumers if decisions.get(c) is Decision.RECOMPUTE)
+            read[r.name] = r.needed or any(read.get(c, True) for c in again)
+        return {name for name, is_read in read.items() if not is_read}
+
     def _given(self, r: Residual, free: Mapping[str, Decision]) -> Decision:
         """The decision for a residual; a boundary stays, or leaves for another memory."""
         if not r.boundary:

@@ -106,6 +106,25 @@ def test_host_bytes_are_the_planned_ones(target):
 
 
 @pytest.mark.parametrize("target", TARGETS[:1])
+def test_offload_of_what_nothing_reads_is_an_error(target):
+    def step(ws, x):
+        def loss(ws):
+            layer = jdelta.remat(lambda x, w: (jnp.sin(x @ w), None))
+            return jnp.mean(jax.lax.scan(layer, x, ws)[0] ** 2)
+
+        return jax.grad(loss)(ws)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in [(LAYERS, WIDTH, WIDTH), (ROWS, WIDTH)]]
+    pin = {"*/dot_general": "offload", "*/cos": "save"}  # all that reads the product
+    says = r"nothing reads .*/dot_general in the backward pass, .* Pin that to \"recompute\" too"
+    with pytest.raises(OffloadError, match=says):
+        jdelta.plan(step, "14GiB", *shapes, target=target, pin=pin)
+    pin["*/cos"] = "recompute"
+    plan = jdelta.plan(step, "14GiB", *shapes, target=target, pin=pin)
+    assert plan.host_bytes == LAYERS * ROWS * WIDTH * 4
+
+
+@pytest.mark.parametrize("target", TARGETS[:1])
 def test_offload_that_the_compiler_dropped_is_an_error(target, monkeypatch):
     def only_the_first_on_the_host(*args, **options):
         compiled, measured = measure(*args, **options)

@@ -116,7 +116,8 @@ def test_a_plan_that_offloads_is_of_the_schema(target, tmp_path):
     if refusal := resolve(target).offload_refusal:
         pytest.skip(refusal)
     shapes = small.make_args(8192)
-    plan = jdelta.plan(small.step, 1.0, *shapes, target=target, pin={"*/mlpwi": "offload"})
+    pin = {"*": "recompute", "*/mlpwi": "offload"}
+    plan = jdelta.plan(small.step, "1GiB", *shapes, target=target, pin=pin)
     assert plan.overlap.transfers
     plan.save(tmp_path / "plan.json")
     VALIDATOR.validate(json.loads((tmp_path / "plan.json").read_text()))
