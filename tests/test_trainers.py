@@ -308,7 +308,8 @@ def test_offload_in_a_loop_around_the_gradient(make, target):
     step, args = make(rows, 512, jdelta.remat)
     pin = {"*/dot_general": "offload", "*/tanh*": "recompute", "*/mul*": "recompute"}
     plan = jdelta.plan(step, 1.0, *args, target=target, donate_argnums=0, pin=pin)
-    away = sum(r.bytes for r in plan.residuals if plan.decisions[r.name] is Decision.OFFLOAD)
-    assert away == LAYERS * 4096 * 512 * 4  # of one iteration
-    assert plan.host_bytes == away
+    away = [r for r in plan.residuals if plan.decisions[r.name] is Decision.OFFLOAD]
+    pinned = [r for r in away if r.name.endswith("/dot_general")]  # others may have to go, too
+    assert sum(r.bytes for r in pinned) == LAYERS * 4096 * 512 * 4  # of one iteration
+    assert plan.host_bytes == sum(r.bytes for r in away)
     assert plan.compiled_peak < plan.ceiling
