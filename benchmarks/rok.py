@@ -2,7 +2,7 @@
 
 Three-layer (scanned) BERT, GPT and T5 on this machine's CPU at batch 4 to 32, one row a run: what
 is kept, recomputed layer by layer, written to files, or mixed by a plan for half of the memory that
-keeping takes beside arguments and results. Activation memory is what the compiled step has beside
+keeping takes beside arguments and results (or for the least that a plan can do with). Activation memory is what the compiled step has beside
 these, the pool of spilled values included. Throughput is the floating-point work of the plain step
 (unrolled, by XLA's own count) over the median time of a step. Offload to host memory has no row: a
 CPU's host memory is its device memory. What else runs on the machine shows in the times.
@@ -91,7 +91,10 @@ def _plan(made: Case, way: str, directory: str, kept: jax.stages.Compiled) -> jd
         given = memory.argument_size_in_bytes + memory.output_size_in_bytes
         resident = given - memory.alias_size_in_bytes
         budget = resident + memory.temp_size_in_bytes // 2
-        return jdelta.plan(made.step, budget, *args[2:], donate_argnums=0, spill=spill)
+        try:
+            return jdelta.plan(made.step, budget, *args[2:], donate_argnums=0, spill=spill)
+        except jdelta.BudgetError as error:
+            return jdelta.plan(made.step, error.floor, *args[2:], donate_argnums=0, spill=spill)
     residuals = jdelta.plan(*args, donate_argnums=0).residuals
     files = to_files(spill, measure_rates(spill), residuals)
     pin = {
