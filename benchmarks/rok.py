@@ -2,10 +2,11 @@
 
 Three-layer (scanned) BERT, GPT and T5 on this machine's CPU at batch 4 to 32, one row a run: what
 is kept, recomputed layer by layer, written to files, or mixed by a plan for half of the memory that
-keeping takes beside arguments and results (or for the least that a plan can do with). Activation memory is what the compiled step has beside
-these, the pool of spilled values included. Throughput is the floating-point work of the plain step
-(unrolled, by XLA's own count) over the median time of a step. Offload to host memory has no row: a
-CPU's host memory is its device memory. What else runs on the machine shows in the times.
+keeping takes beside arguments and results (or for the least that a plan can do with). Activation
+memory is what the compiled step has beside these, the pool of spilled values included. Throughput
+is the floating-point work of the plain step (unrolled, by XLA's own count) over the median time of
+a step. Offload to host memory has no row: a CPU's host memory is its device memory. What else runs
+on the machine shows in the times.
 
     python -m benchmarks.rok --directory /nvme --json benchmarks/results/rok.json
     python -m benchmarks.rok --json benchmarks/results/rok.json --picture docs/rok.png
