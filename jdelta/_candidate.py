@@ -111,6 +111,8 @@ def too_small(bound: int, floor: Candidate, platform: str) -> BudgetError:
     """The error of a budget below the floor."""
     host, undone = (m.host, m.undone) if (m := floor.measurement) else (0, ())
     away = f" and {format_bytes(host)} on the host" if host else ""
+    if files := floor.emission.spilled.bytes:
+        away += f" or in files ({format_bytes(files)})"
     return BudgetError(
         f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed"
         f"{away} the step still needs {format_bytes(floor.peak)} per device"

@@ -193,12 +193,18 @@ class Search:
     def _compiled_floor(self, bound: int) -> Candidate:
         """The plan with the least peak; if need be what enters the units is on the host too.
 
+        Where files are at hand, so is as much of the rest as is quicker than recompute: what a CPU
+        recomputes for a unit may take more memory than the same values that come back from files.
+
         Raises:
             BudgetError: It does not fit.
         """
         floor = self._compile(self._floor())
         if floor.peak > bound and self.items.deep:
             floor = self._deep_floor(floor)
+        if floor.peak > bound and self.step.store:
+            spilled = self._tried(self._decide(CLOSE * bound))
+            floor = spilled if spilled and spilled.peak < floor.peak else floor
         if floor.peak > bound:
             raise too_small(bound, floor, self.step.target.platform)
         return floor
@@ -227,7 +233,7 @@ class Search:
         most += MORE_COMPILES if self.step.store else 0
         known = self._remembered(bound, floor)
         most -= known is not None
-        excess = 0
+        excess, spilled = 0, False
         while self.compiles < most:
             last = self.compiles == most - 1
             if best is None and not self._may_fail and (last or excess > LOST * bound):
@@ -237,6 +243,9 @@ class Search:
             if floor.measurement and goal <= floor.peak:  # nothing is below the floor
                 goal = (floor.peak + bound) // 2
             candidate = self._fit(floor, goal)
+            # All that recomputes little or nothing may be predicted too high by the floor's error.
+            if candidate.decisions == floor.decisions and self.step.store and not spilled:
+                candidate, spilled = self._decide(CLOSE * bound), True
             if candidate.decisions == (best or floor).decisions:
                 break
             candidate = self._tried(candidate)

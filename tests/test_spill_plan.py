@@ -12,6 +12,7 @@ import pytest
 from spilling import MIB, flow, usage
 
 import jdelta
+from benchmarks import rok
 from benchmarks.models import identity
 from jdelta import Decision, SpillError, _spilling
 from jdelta._boundary import with_boundaries
@@ -226,6 +227,23 @@ def test_boundaries_are_spilled_below_the_floor(spill):
     plan = jdelta.plan(step, int(0.9 * floor), *args, spill=spill)
     assert plan.decisions["block/input_2"] is Decision.SPILL
     check(plan.jit()(*args), jax.jit(step)(*args))
+    with pytest.raises(jdelta.BudgetError, match=r"residual recomputed or in files \(\d") as least:
+        jdelta.plan(step, 1, *args, spill=spill)
+    assert least.value.floor < 0.9 * floor
+
+
+def test_where_recompute_needs_more_than_simulated_files_are_tried(spill):
+    """XLA for CPUs needs twice the simulated peak to recompute this decoder's units."""
+    small = {"width": 64, "hidden": 256, "heads": 2, "vocab": 128, "length": 128}
+    made, plain = (rok.case("t5", 4, remat, **small) for remat in (jdelta.remat, identity))
+    floor = jdelta.plan(made.step, None, made.state, made.batch, pin={"*": "recompute"})
+    budget = int(1.02 * floor.compiled_peak)
+    plan = jdelta.plan(made.step, budget, made.state, made.batch, spill=spill)
+    assert plan.compiled_peak <= budget
+    assert plan.overhead < floor.overhead / 10
+    args = made.init(0)
+    check(plan.jit()(*args), jax.jit(plain.step)(*args))
+    assert flow(plan.store).planned == plan.spill_written > 0
 
 
 def test_without_its_directory_nothing_is_spilled(tmp_path):
