@@ -90,13 +90,16 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
     env.update(zip(inner.invars, args, strict=True))
     units = list(_units(inner.eqns, trips))
     held = [sum(map(bytes_held, eqns)) for eqns, _ in units]
+    marked = [size > SMALL * max(held) for size in held]
+    if trips == 1 and sum(marked) > 1 and _is_loss(inner):
+        marked[-1] = False  # its backward pass is next: what it makes is at hand
     done = 0
-    for (eqns, is_loop), size in zip(units, held, strict=True):
+    for (eqns, is_loop), is_region in zip(units, marked, strict=True):
         done += len(eqns)
         if is_loop:
             env.update(zip(eqns[0].outvars, _loop(eqns[0], env), strict=True))
         else:
-            _unit(eqns, _read_later(inner, done), env, marked=size > SMALL * max(held))
+            _unit(eqns, _read_later(inner, done), env, marked=is_region)
     return _jax.read(env, inner.outvars)
 
 
@@ -112,6 +115,11 @@ def _units(eqns: Sequence[Eqn], trips: int) -> Iterator[tuple[Sequence[Eqn], boo
             begin = end + 1
         if is_loop:
             yield [eqn], True
+
+
+def _is_loss(inner: Jaxpr) -> bool:
+    """Whether a program ends in what is differentiated, not in the middle of a model."""
+    return bool(inner.outvars) and inner.outvars[0].aval.shape == ()
 
 
 def _read_later(inner: Jaxpr, stop: int) -> set[Var]:

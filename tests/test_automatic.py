@@ -70,6 +70,29 @@ def test_a_program_of_one_equation_is_one_unit():
     assert segments(_jax.open_jaxpr(program).eqns) == [range(1)]
 
 
+def deep(w, x):
+    for _ in range(4):
+        with jax.named_scope("layer"):
+            x = jnp.tanh(x @ w)
+    with jax.named_scope("head"):
+        return jnp.exp(x @ w)
+
+
+def test_what_the_loss_is_made_of_is_left_alone():
+    """Its backward pass is next: to compute it again would free nothing."""
+    args = jnp.eye(64), jnp.ones((64, 64))
+    gradient = jax.grad(lambda w, x: jnp.sum(deep(w, x)))
+
+    def pulled(w, x):  # what else comes between the passes is not known here
+        y, back = jax.vjp(deep, w, x)
+        return back(y)
+
+    in_layers, everywhere = (planned(step, 0.5, *args)[1].keys() for step in (gradient, pulled))
+    assert not [name for name in in_layers if name.startswith("head")]
+    assert set(in_layers) == {name for name in everywhere if not name.startswith("head")}
+    assert "head/exp" in everywhere
+
+
 # Frameworks
 
 
