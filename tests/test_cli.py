@@ -1,6 +1,7 @@
 """The command line: what each command prints, for people and for programs, and how it ends."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -168,3 +169,12 @@ def test_it_runs_as_a_program():
     )
     assert done.returncode == 0
     assert len(json.loads(done.stdout)) >= 6
+
+
+def test_whoever_reads_its_words_may_stop_early():
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "jdelta", "targets"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, "")

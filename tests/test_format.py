@@ -19,7 +19,15 @@ def test_bytes(size, text):
 
 
 @pytest.mark.parametrize(
-    ("given", "text"), [(2.0, "2 s"), (0.0123, "12.3 ms"), (4.5e-6, "4.5 µs"), (0.0, "0 µs")]
+    ("given", "text"),
+    [
+        (2.0, "2 s"),
+        (0.0123, "12.3 ms"),
+        (999.7e-6, "1 ms"),
+        (0.9997, "1 s"),
+        (4.5e-6, "4.5 µs"),
+        (0.0, "0 µs"),
+    ],
 )
 def test_seconds(given, text):
     assert format_seconds(given) == text

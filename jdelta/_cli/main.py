@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -41,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (JdeltaError, ValueError, OSError) as error:
         output.failed(str(error))
         return 4
-    output.show(answer, as_json=given.json)
+    try:
+        output.show(answer, as_json=given.json)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`: enough was read
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
     return answer.code
 
 
