@@ -91,7 +91,8 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
     units = list(_units(inner.eqns, trips))
     held = [sum(map(bytes_held, eqns)) for eqns, _ in units]
     marked = [size > SMALL * max(held) for size in held]
-    if trips == 1 and sum(marked) > 1 and _is_loss(inner):
+    after_loop = trips == 1 and any(is_loop for _, is_loop in units)
+    if after_loop and not units[-1][1] and _is_loss(inner):
         marked[-1] = False  # its backward pass is next: what it makes is at hand
     done = 0
     for (eqns, is_loop), is_region in zip(units, marked, strict=True):
