@@ -90,7 +90,8 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
     env.update(zip(inner.invars, args, strict=True))
     units = list(_units(inner.eqns, trips))
     held = [sum(map(bytes_held, eqns)) for eqns, _ in units]
-    marked = [size > SMALL * max(held) for size in held]
+    least = SMALL * max(held, default=0.0)
+    marked = [size > least for size in held]
     after_loop = trips == 1 and any(is_loop for _, is_loop in units)
     if after_loop and not units[-1][1] and _is_loss(inner):
         marked[-1] = False  # its backward pass is next: what it makes is at hand

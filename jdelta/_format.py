@@ -18,9 +18,9 @@ def format_bytes(size: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Seconds with a fitting unit: ``1.24 ms``."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        rounded = float(f"{seconds * factor:.3g}")
-        if rounded >= 1 or unit == "µs":
-            return f"{rounded:.3g} {unit}"
+        rounded = f"{seconds * factor:.3g}"
+        if float(rounded) >= 1 or unit == "µs":
+            return f"{rounded} {unit}"
     raise AssertionError("unreachable")
 
 

@@ -62,6 +62,9 @@ compiled next is the floor."""
 CLOSE = 0.02
 """Part of the budget that a candidate may leave, by its prediction."""
 
+NEXT_TO_NOTHING = 0.02
+"""Part of the budget that may be kept where as much as possible is to leave."""
+
 GROUPS = {"cuda": (2, 3, 4), "tpu": (2, 3, 4)}
 """By platform, layers that an iteration of a loop may run; more would make larger programs for less
 and less. XLA:CPU keeps what the layers of an iteration make till its end: 28 % over the prediction
@@ -203,7 +206,7 @@ class Search:
         if floor.peak > bound and self.items.deep:
             floor = self._deep_floor(floor)
         if floor.peak > bound and self.step.store:
-            spilled = self._tried(self._decide(CLOSE * bound))
+            spilled = self._tried(self._next_to_nothing_kept(bound))
             floor = spilled if spilled and spilled.peak < floor.peak else floor
         if floor.peak > bound:
             raise too_small(bound, floor, self.step.target.platform)
@@ -233,7 +236,7 @@ class Search:
         most += MORE_COMPILES if self.step.store else 0
         known = self._remembered(bound, floor)
         most -= known is not None
-        excess, spilled = 0, False
+        excess, files_tried = 0, False
         while self.compiles < most:
             last = self.compiles == most - 1
             if best is None and not self._may_fail and (last or excess > LOST * bound):
@@ -243,9 +246,9 @@ class Search:
             if floor.measurement and goal <= floor.peak:  # nothing is below the floor
                 goal = (floor.peak + bound) // 2
             candidate = self._fit(floor, goal)
-            # All that recomputes little or nothing may be predicted too high by the floor's error.
-            if candidate.decisions == floor.decisions and self.step.store and not spilled:
-                candidate, spilled = self._decide(CLOSE * bound), True
+            # With the floor's error, what recomputes little may be predicted too high.
+            if candidate.decisions == floor.decisions and self.step.store and not files_tried:
+                candidate, files_tried = self._next_to_nothing_kept(bound), True
             if candidate.decisions == (best or floor).decisions:
                 break
             candidate = self._tried(candidate)
@@ -324,6 +327,13 @@ class Search:
         if set(ways) & set(self.items.pinned.values()):
             raise error
         self.items = self.items.without(*ways)
+
+    def _next_to_nothing_kept(self, bound: int) -> Candidate:
+        """What the cheapest ways to leave the device make; for nothing at all they are not refined.
+
+        See ``_REFINED`` of the solver's frontier.
+        """
+        return self._decide(NEXT_TO_NOTHING * bound)
 
     def _candidate(self, chosen: Sequence[Decision], outcome: Outcome) -> Candidate:
         decisions = self.items.decisions(chosen)
