@@ -89,7 +89,7 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
     env: _jax.Env = dict(zip(inner.constvars, _jax.consts_of(program), strict=True))
     env.update(zip(inner.invars, args, strict=True))
     units = list(_units(inner.eqns, trips))
-    held = [sum(map(bytes_held, eqns)) for eqns, _ in units]
+    held = [sum(bytes_held(eqns)) for eqns, _ in units]
     least = SMALL * max(held, default=0.0)
     marked = [size > least for size in held]
     after_loop = trips == 1 and any(is_loop for _, is_loop in units)
@@ -107,10 +107,11 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
 
 def _units(eqns: Sequence[Eqn], trips: int) -> Iterator[tuple[Sequence[Eqn], bool]]:
     """The equations of each unit in order, and whether it is a large loop."""
-    large = LOOP_SHARE * sum(map(bytes_held, eqns))
+    held = bytes_held(eqns)
+    large = LOOP_SHARE * sum(held)
     begin = 0
     for end, eqn in enumerate([*eqns, None]):
-        is_loop = eqn is not None and eqn.primitive.name == "scan" and bytes_held(eqn) > large
+        is_loop = eqn is not None and eqn.primitive.name == "scan" and held[end] > large
         if is_loop or eqn is None:
             for s in segments(eqns[begin:end], trips):
                 yield eqns[begin + s.start : begin + s.stop], False

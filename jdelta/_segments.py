@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from jdelta import _jax
-from jdelta._jax import Eqn, Jaxpr, Var
-from jdelta._primitives import CHEAP, FREE, VIEWS
+from jdelta._jax import Eqn, Var
+from jdelta._primitives import CHEAP, FREE, MATMULS, VIEWS
 
 MOST_CUTS = 384
-"""Places for cuts that are looked at: those where the fewest bytes cross."""
+"""Places for cuts that are looked at."""
 
 LIMITS = 32
 """Sizes of units that are tried, up to the whole program's."""
@@ -46,7 +46,7 @@ def segments(eqns: Sequence[Eqn], trips: int = 1) -> list[range]:
         Ranges of equation indices, in order; together they are all equations.
     """
     count = len(eqns)
-    held = np.array([0.0, *itertools.accumulate(map(bytes_held, eqns))])
+    held = np.array([0.0, *itertools.accumulate(bytes_held(eqns))])
     if count < 2 or not held[-1]:
         return [range(count)]
     lives = _lives(eqns)
@@ -88,17 +88,25 @@ class _Life:
     bytes: int
 
 
-def bytes_held(eqn: Eqn) -> float:
-    """Bytes that a unit holds for an equation while it is computed again and differentiated."""
-    name = eqn.primitive.name
-    if name in CHEAP or name in VIEWS or name in FREE:
-        return 0.0
-    inside = sum(map(_inside, _jax.subjaxprs(eqn)))
-    return inside * eqn.params.get("length", 1) + sum(map(_jax.bytes_of, eqn.outvars))
+def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
+    """Bytes that a unit holds for each equation while it is computed again and differentiated.
 
-
-def _inside(body: Jaxpr) -> float:
-    return sum(map(bytes_held, _jax.open_jaxpr(body).eqns))
+    What is cheap to compute is part of whatever reads it, but products read memory.
+    """
+    operands: set[Var] = set()
+    held: list[float] = []
+    for eqn in reversed(eqns):
+        name = eqn.primitive.name
+        is_operand = not operands.isdisjoint(eqn.outvars)
+        if name in MATMULS or (name in VIEWS and is_operand):
+            operands.update(filter(_jax.is_var, eqn.invars))
+        bodies = list(map(_jax.open_jaxpr, _jax.subjaxprs(eqn)))
+        inside = sum(sum(bytes_held(body.eqns)) for body in bodies)
+        fused = name in CHEAP or bool(bodies)
+        written = not (name in VIEWS or name in FREE) and (is_operand or not fused)
+        result = sum(map(_jax.bytes_of, eqn.outvars)) if written else 0
+        held.append(max(inside * eqn.params.get("length", 1), result))
+    return held[::-1]
 
 
 def _lives(eqns: Sequence[Eqn]) -> list[_Life]:
@@ -110,7 +118,11 @@ def _lives(eqns: Sequence[Eqn]) -> list[_Life]:
 
 
 def _places(lives: Sequence[_Life], count: int) -> list[int]:
-    """Where to cut at all: in front of an equation that fewer bytes cross than both neighbours."""
+    """Where to cut at all: in front of an equation that fewer bytes cross than both neighbours.
+
+    Where those are too many, the best of each neighbourhood: a part of the program in which values
+    are small has no more of them than another.
+    """
     crossing = np.zeros(count + 1)
     for life in lives:
         crossing[life.made + 1] += life.bytes
@@ -121,8 +133,9 @@ def _places(lives: Sequence[_Life], count: int) -> list[int]:
         for i in range(1, count)
         if crossing[i] <= crossing[i - 1] and crossing[i] <= crossing[i + 1]
     ]
-    inside = sorted(inside, key=lambda i: (crossing[i], i))[:MOST_CUTS]
-    return [0, *sorted(inside), count]
+    together = -(-len(inside) // MOST_CUTS) or 1
+    neighbours = (inside[i : i + together] for i in range(0, len(inside), together))
+    return [0, *(min(some, key=lambda i: crossing[i]) for some in neighbours), count]
 
 
 def _kept(lives: Sequence[_Life], places: Sequence[int]) -> _Sizes:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdelta
-from jdelta import Decision, _jax
+from jdelta import Decision, _jax, _segments
 from jdelta._automatic import tracing
 from jdelta._emit import Step, emit
 from jdelta._region import Session
@@ -40,7 +40,7 @@ def cost(program, cuts):
         made = {v for e in eqns[begin:end] for v in e.outvars}
         later = {v for e in eqns[end:] for v in e.invars if _jax.is_var(v)}
         kept += sum(v.aval.size * 4 for v in made & later)
-    return kept, max(sum(map(bytes_held, eqns[a:b])) for a, b in itertools.pairwise(cuts))
+    return kept, max(sum(bytes_held(eqns[a:b])) for a, b in itertools.pairwise(cuts))
 
 
 @pytest.mark.parametrize("widths", [[8, 64, 8, 64, 8], [8, 8, 8, 8], [64, 8, 64, 64, 4, 64]])
@@ -57,6 +57,42 @@ def test_cuts_are_near_the_best(widths):
     )
     best = min(sum(cost(program, some)) for some in choices)
     assert sum(cost(program, cuts)) <= 1.25 * best
+
+
+def test_small_values_take_no_places_from_large_ones(monkeypatch):
+    """As in a ResNet, whose last values are its smallest and whose first make the peak."""
+    program = chain([64] * 8 + [4] * 40)
+    count = len(_jax.open_jaxpr(program).eqns)
+    costs = []
+    for most in (count, count // 4):
+        monkeypatch.setattr(_segments, "MOST_CUTS", most)
+        found = segments(_jax.open_jaxpr(program).eqns)
+        costs.append(sum(cost(program, [0, *(s.stop for s in found)])))
+    assert costs[1] <= 1.25 * costs[0]
+
+
+def held(run, *args):
+    """Bytes held by primitive."""
+    eqns = _jax.open_jaxpr(_jax.inline(jax.make_jaxpr(run)(*args))).eqns
+    return [(e.primitive.name, b) for e, b in zip(eqns, bytes_held(eqns), strict=True)]
+
+
+def test_what_products_read_is_held():
+    x = jnp.ones((8, 8))
+    product, size = ("dot_general", 256), 256
+    assert held(lambda x: (x @ x) + 1, x) == [product, ("add", 0)]
+    assert held(lambda x: ((x @ x) + 1) @ x, x) == [product, ("add", size), product]
+    through_a_view = held(lambda x: ((x @ x) + 1).T @ x, x)
+    assert through_a_view == [product, ("add", size), ("transpose", 0), product]
+    assert held(lambda x: jnp.exp(x) * 2, x) == [("exp", size), ("mul", 0)]
+
+
+def test_a_call_holds_its_result_once():
+    x = jnp.ones((8, 8))
+    (_, alone), *_ = held(jax.nn.relu, x)
+    assert alone == 0
+    relu, product = held(lambda x: jax.nn.relu(x) @ x, x)
+    assert relu[1] == product[1] == 256
 
 
 def test_a_loop_keeps_what_crosses_for_each_iteration():
