@@ -8,11 +8,11 @@ plain program. Nothing is run on a device.
 """
 
 import jdelta
-from benchmarks import programs, record
-from benchmarks.budgets import STEPS, TARGETS
+from benchmarks import budgets, programs, record
 from benchmarks.models import build, identity
 from benchmarks.record import Row, mib, share
 
+STEPS = {**budgets.STEPS, "unet": {"name": "unet"}}
 SHARES = (0.8, 0.6, 0.5)
 WAYS = {"marked": jdelta.remat, "found": identity}
 HEADS = ["step", "target", "budget", *(f"{way} {what}" for way in WAYS for what in ("peak", "+"))]
@@ -48,8 +48,8 @@ def markdown(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    options = record.options(record.parser(__doc__, STEPS, TARGETS), markdown)
-    jobs = record.jobs(options.target or TARGETS, options.step or STEPS, share=SHARES)
+    options = record.options(record.parser(__doc__, STEPS, budgets.TARGETS), markdown)
+    jobs = record.jobs(options.target or budgets.TARGETS, options.step or STEPS, share=SHARES)
     rows = record.run(jobs, row, options.json)
     record.show("plans of marked and unmarked steps (MiB)", HEADS, map(cells, rows))
 
