@@ -145,12 +145,13 @@ def test_results_equal_the_plain_step(framework, scan):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-SLOW = {"U-Net", "Flax Linen", "Haiku"}
-"""Unrolled, these take the TPU's compiler minutes."""
+UNROLLED = "plain JAX"
+"""The one framework whose unrolled step is compiled for a TPU: that takes minutes, and the programs
+are alike."""
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize(("framework", "scan"), [f for f in FORMS if f[1] or f[0] not in SLOW])
+@pytest.mark.parametrize(("framework", "scan"), [f for f in FORMS if f[1] or f[0] == UNROLLED])
 def test_plans_fit(framework, scan):
     step, args = STEPS[framework](32768, 512, scan=scan)
     plan = jdelta.plan(step, 0.7, *args, target="tpu:v5e:2x2", donate_argnums=0)

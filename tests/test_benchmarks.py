@@ -261,7 +261,7 @@ def test_the_rule_written_out_twice(bandwidth):
 
 
 def test_steps_spill_in_turns_with_steps_that_keep(monkeypatch, tmp_path):
-    small = {"layers": 3, "width": 64, "heads": 2, "batch": 8, "length": 64}
+    small = {"layers": 2, "width": 64, "heads": 2, "batch": 8, "length": 64}
     monkeypatch.setitem(throttled.STEPS, "small", small)
     monkeypatch.setitem(throttled.DEVICES, "quick", {"adapter": "memory", "least": "1KiB"})
     job = {"step": "small", "device": "quick", "directory": str(tmp_path)}

@@ -162,7 +162,7 @@ def test_frameworks(name, scan, spill):
     way = to_files(spill, RATES, found)
     open_ = [r for r in found if r.needed and not r.boundary and way.refusal(r) is None]
     names = [r.name for r in sorted(open_, key=lambda r: -r.bytes)[:3]]
-    plan = jdelta.plan(step, 1.0, *args, spill=spill, pin=dict.fromkeys(names, "spill"))
+    plan = jdelta.plan(step, None, *args, spill=spill, pin=dict.fromkeys(names, "spill"))
     check(plan.jit()(*args), jax.jit(step)(*args))
     assert plan.store.counters().planned == plan.spill_bytes > 0
 
@@ -207,10 +207,10 @@ def test_spilling_alone_frees_as_many_bytes(spill):
     kept = {"block/mul_3": "save"}
     names = ["block/dot_general"]  # read by the backward pass of every version of JAX
     near = jdelta.plan(
-        step, 1.0, *args, spill=spill, pin=kept | dict.fromkeys(names, "save") | DROP
+        step, None, *args, spill=spill, pin=kept | dict.fromkeys(names, "save") | DROP
     )
     far = jdelta.plan(
-        step, 1.0, *args, spill=spill, pin=kept | dict.fromkeys(names, "spill") | DROP
+        step, None, *args, spill=spill, pin=kept | dict.fromkeys(names, "spill") | DROP
     )
     away = [r for r in far.residuals if far.decisions[r.name] is Decision.SPILL]
     assert [r.name for r in away] == names
@@ -260,7 +260,7 @@ def test_without_its_directory_nothing_is_spilled(tmp_path):
 def test_what_trainers_do(habit, remat, spill):
     step, args = TRAINERS[habit](1024, 64, remat)
     plain, _ = TRAINERS[habit](1024, 64, identity)
-    plan = jdelta.plan(step, 0.97, *args, spill=spill, pin={"*tanh*": "spill"})
+    plan = jdelta.plan(step, None, *args, spill=spill, pin={"*tanh*": "spill"})
     planned = plan.jit()
     state, expected = args[0], args[0]
     for _ in range(2):
@@ -280,7 +280,7 @@ def test_devices(kind, scan, spill):
     pin = {"*/tanh" if scan else "*_[01]/tanh": "spill", "*dot_general": "save"}
     step = parallel.step(jdelta.remat, scan=scan)
     with parallel.context(parallel.local_mesh()):
-        plan = jdelta.plan(step, 0.999, *args, spill=spill, pin=pin)
+        plan = jdelta.plan(step, None, *args, spill=spill, pin=pin)
         # comparing waits for one of each part only, and others spill their own
         got = jax.block_until_ready(plan.jit()(*args))
         expected = jax.jit(parallel.step(scan=scan))(*args)
@@ -389,11 +389,11 @@ def half_of_it(monkeypatch):
 def test_what_the_program_does_not_write_and_read_is_an_error(breaks, spill, monkeypatch):
     step, args = network()
     pin = {"block/dot_general": "spill", "block/mul_3": "save"}
-    good = jdelta.plan(step, 1.0, *args, spill=spill, pin=pin)
+    good = jdelta.plan(step, None, *args, spill=spill, pin=pin)
     breaks(monkeypatch)
     says = r"does not write and read back all bytes of block/dot_general \("
     with pytest.raises(SpillError, match=says):
-        jdelta.plan(step, 1.0, *args, spill=spill, pin=pin | DROP)
+        jdelta.plan(step, None, *args, spill=spill, pin=pin | DROP)
     with pytest.raises(SpillError, match=says):  # a plan from elsewhere, compiled here
         dataclasses.replace(good, _compiled=None).jit(step)(*args)
 
@@ -404,7 +404,7 @@ def test_what_nobody_reads_is_not_missed(spill):
     unread = [r.name for r in found if not r.needed and r.bytes > MIB]
     assert unread
     pin = {"*": "save", "block/dot_general": "spill", **dict.fromkeys(unread, "spill")}
-    plan = jdelta.plan(step, 1.0, *args, spill=spill, pin=pin)
+    plan = jdelta.plan(step, None, *args, spill=spill, pin=pin)
     sizes = {r.name: r.bytes for r in plan.residuals}
     assert plan.spill_bytes == sizes["block/dot_general"]
     check(plan.jit()(*args), jax.jit(step)(*args))
@@ -423,7 +423,7 @@ def test_a_plan_does_without_files_that_the_program_does_not_use(spill, monkeypa
 
 def test_endurance(spill):
     step, args = TRAINERS["accumulation"](1024, 64, jdelta.remat)
-    plan = jdelta.plan(step, 0.97, *args, spill=spill, pin={"*/tanh": "spill"})
+    plan = jdelta.plan(step, None, *args, spill=spill, pin={"*/tanh": "spill"})
     life = jdelta.endurance(plan, "600TB", 0.5)
     assert life.seconds == 600e12 * 0.5 / (MICRO * plan.spill_bytes)
     assert life.years == life.seconds / (365 * 86400)

@@ -5,6 +5,7 @@ unrolled layers then decide each for itself, as they would there; numbers come f
 """
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 
@@ -43,17 +44,23 @@ def fast(fun):
     return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
 
 
+@functools.cache
+def of_plain_step(step):
+    """Its arguments, and its loss and gradients."""
+    plain = build(**STEPS[step], small=True)
+    args = plain.init(0)
+    return args, fast(plain.grads)(*args)
+
+
 @pytest.mark.parametrize("remat", [jdelta.remat, identity], ids=["marked", "found"])
 @pytest.mark.parametrize("step", STEPS)
 def test_loss_and_gradients_equal_the_plain_step(step, remat):
     marked = build(**STEPS[step], small=True, remat=remat)
-    plain = build(**STEPS[step], small=True)
     found, decisions = planned(marked.step, 0.4, marked.state, marked.batch)
     assert found.automatic == (remat is identity)
     assert {Decision.SAVE, Decision.RECOMPUTE} <= set(decisions.values())
-    state, batch = plain.init(0)
-    loss, grads = fast(under(found, decisions, marked.grads))(state, batch)
-    expected_loss, expected = fast(plain.grads)(state, batch)
+    args, (expected_loss, expected) = of_plain_step(step)
+    loss, grads = fast(under(found, decisions, marked.grads))(*args)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     largest = max(float(abs(g).max()) for g in jax.tree.leaves(expected))
     for path, g in jax.tree.leaves_with_path(grads):
