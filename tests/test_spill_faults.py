@@ -80,7 +80,7 @@ def test_a_read_that_fails_fails_the_step_and_not_the_next():
 
 @pytest.mark.parametrize("kind", ["write", "read"])
 @pytest.mark.parametrize("nth", [1, 9, 20, 33])
-def test_a_failure_while_threads_copy_a_large_tensor(kind, nth):
+def test_a_failure_amid_a_large_tensor(kind, nth):
     device = Device()
     store = open_store("/some/disk", adapter=device, pool="6MiB")
     x = np.tile(X, (6, 1))  # twelve blocks

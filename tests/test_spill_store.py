@@ -192,7 +192,7 @@ def test_the_step_does_not_wait_for_a_slow_device_and_queued_writes_are_cancelle
 
 
 LARGE = np.arange(3_500_001, dtype=np.float32)
-"""Fourteen blocks, the last one short: several threads copy it."""
+"""Fourteen blocks, the last one short."""
 
 
 @pytest.mark.parametrize("pool", ["64MiB", "5MiB", "1MiB"])

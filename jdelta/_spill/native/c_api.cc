@@ -96,8 +96,7 @@ JDELTA_EXPORT int jdelta_spill_put(int64_t id, const Key* key, const void* data,
   auto store = jdelta::FindStore(id);
   if (store == nullptr) return jdelta::Say("the store is closed", message, size);
   jdelta::Waiter waiter;
-  auto answer = store->Write(*key, data, bytes, jdelta::OneAfterTheOther, waiter.done());
-  return jdelta::Say(waiter.Wait(std::move(answer)), message, size);
+  return jdelta::Say(waiter.Wait(store->Write(*key, data, bytes, waiter.done())), message, size);
 }
 
 JDELTA_EXPORT int jdelta_spill_get(int64_t id, const Key* key, void* data, int64_t bytes,
@@ -105,8 +104,7 @@ JDELTA_EXPORT int jdelta_spill_get(int64_t id, const Key* key, void* data, int64
   auto store = jdelta::FindStore(id);
   if (store == nullptr) return jdelta::Say("the store is closed", message, size);
   jdelta::Waiter waiter;
-  auto answer = store->Read(*key, data, bytes, jdelta::OneAfterTheOther, waiter.done());
-  return jdelta::Say(waiter.Wait(std::move(answer)), message, size);
+  return jdelta::Say(waiter.Wait(store->Read(*key, data, bytes, waiter.done())), message, size);
 }
 
 JDELTA_EXPORT uint64_t jdelta_spill_checksum(const void* data, int64_t bytes) {

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -52,33 +51,25 @@ ffi::Future Answer(int64_t id, Start start) {
   return future;
 }
 
-// Over this thread and XLA's own, which wait for the operation anyway.
-Spread Over(ffi::ThreadPool threads) {
-  return [threads](size_t count, const Work& work) mutable {
-    auto schedule = [&](std::function<void()> help) { threads.Schedule(std::move(help)); };
-    Share(count, work, threads.num_threads(), schedule);
-  };
-}
-
-ffi::Future Write(ffi::RunId run, int32_t device, ffi::ThreadPool threads, int64_t id, int64_t slot,
-                  ffi::AnyBuffer x, Scalar row, ffi::Result<Scalar> token) {
+ffi::Future Write(ffi::RunId run, int32_t device, int64_t id, int64_t slot, ffi::AnyBuffer x,
+                  Scalar row, ffi::Result<Scalar> token) {
   *token->typed_data() = *row.typed_data();
   Key key{run.run_id, device, slot, *row.typed_data()};
   return Answer(id, [&](Store& store, Done done) {
-    return store.Write(key, x.untyped_data(), x.size_bytes(), Over(threads), std::move(done));
+    return store.Write(key, x.untyped_data(), x.size_bytes(), std::move(done));
   });
 }
 
-ffi::Future Read(ffi::RunId run, int32_t device, ffi::ThreadPool threads, int64_t id, int64_t slot,
-                 Scalar, Scalar row, ffi::Result<ffi::AnyBuffer> x) {
+ffi::Future Read(ffi::RunId run, int32_t device, int64_t id, int64_t slot, Scalar,
+                 Scalar row, ffi::Result<ffi::AnyBuffer> x) {
   Key key{run.run_id, device, slot, *row.typed_data()};
   return Answer(id, [&](Store& store, Done done) {
-    return store.Read(key, x->untyped_data(), x->size_bytes(), Over(threads), std::move(done));
+    return store.Read(key, x->untyped_data(), x->size_bytes(), std::move(done));
   });
 }
 
-ffi::Future Prefetch(ffi::RunId run, int32_t device, ffi::ThreadPool, int64_t id, int64_t slot,
-                     Scalar given, Scalar row, ffi::Result<Scalar> token) {
+ffi::Future Prefetch(ffi::RunId run, int32_t device, int64_t id, int64_t slot, Scalar given,
+                     Scalar row, ffi::Result<Scalar> token) {
   *token->typed_data() = *given.typed_data();
   Key key{run.run_id, device, slot, *row.typed_data()};
   return Answer(id, [&](Store& store, Done) { return store.Prefetch(key); });
@@ -89,7 +80,6 @@ auto Bound() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::RunId>()
       .Ctx<ffi::DeviceOrdinal>()
-      .Ctx<ffi::ThreadPool>()
       .Attr<int64_t>("store")
       .Attr<int64_t>("slot");
 }

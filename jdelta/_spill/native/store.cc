@@ -22,25 +22,23 @@ Store::Store(Options options, std::unique_ptr<Adapter> adapter)
       process_(getpid()),
       pool_(options_.blocks) {}
 
-std::optional<Status> Store::Write(const Key& key, const void* data, size_t bytes,
-                                   const Spread& spread, Done done) {
+std::optional<Status> Store::Write(const Key& key, const void* data, size_t bytes, Done done) {
   if (Status status = Usable(); !status.empty()) return status;
   Lock lock(mutex_);
   if (Status status = CheckWrite(key, bytes); !status.empty()) return Fail(key.run, status);
   StartThreads();
   std::shared_ptr<Entry> entry = Enter(key, bytes);
   entry->source = static_cast<const char*>(data);
-  return CopyIn(lock, entry, spread, std::move(done));
+  return CopyIn(lock, entry, std::move(done));
 }
 
-std::optional<Status> Store::Read(const Key& key, void* data, size_t bytes, const Spread& spread,
-                                  Done done) {
+std::optional<Status> Store::Read(const Key& key, void* data, size_t bytes, Done done) {
   if (Status status = Usable(); !status.empty()) return status;
   Lock lock(mutex_);
   if (Status status = CheckRead(key, bytes); !status.empty()) return Fail(key.run, status);
   std::shared_ptr<Entry> entry = entries_.at(key);
   entry->target = static_cast<char*>(data);
-  return CopyOut(lock, entry, spread, std::move(done));
+  return CopyOut(lock, entry, std::move(done));
 }
 
 Status Store::Prefetch(const Key& key) {
@@ -113,37 +111,24 @@ void Store::Leave(const Entry& entry) {
   entries_.erase(entry.key);
 }
 
-std::optional<Status> Store::CopyIn(Lock& lock, const std::shared_ptr<Entry>& entry,
-                                    const Spread& spread, Done done) {
-  size_t many = entry->chunks.size();
-  for (size_t first = 0; first < many;) {
-    std::vector<Block> blocks;
-    while (fills_.empty() && first + blocks.size() < many) {
-      Block block = TakeBlock();
-      if (block == nullptr) break;
-      blocks.push_back(std::move(block));
-    }
-    if (blocks.empty()) {  // the store's threads do the rest as memory becomes free
-      for (; first < many; ++first) fills_.push_back({entry, first});
+std::optional<Status> Store::CopyIn(Lock& lock, const std::shared_ptr<Entry>& entry, Done done) {
+  for (size_t i = 0; i < entry->chunks.size(); ++i) {
+    Block block = fills_.empty() ? TakeBlock() : nullptr;
+    if (block == nullptr) {  // the store's threads do the rest as memory becomes free
+      for (; i < entry->chunks.size(); ++i) fills_.push_back({entry, i});
       entry->done = std::move(done);
       ++counters_.waits;
       changed_.notify_all();
       return std::nullopt;
     }
-    lock.unlock();
-    spread(blocks.size(), [&](size_t i) {
-      Lock own(mutex_);
-      CopyChunkIn(own, {entry, first + i}, std::move(blocks[i]));
-    });
-    lock.lock();
-    if (entry->dropped) return entry->error;
-    first += blocks.size();
+    if (Status status = CopyChunkIn(lock, {entry, i}, std::move(block)); !status.empty()) {
+      return status;
+    }
   }
   return Status();
 }
 
-std::optional<Status> Store::CopyOut(Lock& lock, const std::shared_ptr<Entry>& entry,
-                                     const Spread& spread, Done done) {
+std::optional<Status> Store::CopyOut(Lock& lock, const std::shared_ptr<Entry>& entry, Done done) {
   std::vector<Chunk*> here;
   entry->left = 1;  // for this thread
   for (size_t i = 0; i < entry->chunks.size(); ++i) {
@@ -158,9 +143,9 @@ std::optional<Status> Store::CopyOut(Lock& lock, const std::shared_ptr<Entry>& e
 
   ++entry->touching;
   lock.unlock();
-  spread(here.size(), [&](size_t i) {
-    std::memcpy(entry->target + here[i]->offset, here[i]->block.get(), here[i]->bytes);
-  });
+  for (Chunk* chunk : here) {
+    std::memcpy(entry->target + chunk->offset, chunk->block.get(), chunk->bytes);
+  }
   lock.lock();
   --entry->touching;
 
@@ -188,11 +173,6 @@ std::optional<Status> Store::CopyOut(Lock& lock, const std::shared_ptr<Entry>& e
 Status Store::CopyChunkIn(Lock& lock, const Job& job, Block block) {
   Entry& entry = *job.entry;
   Chunk& chunk = job.chunk();
-  if (entry.dropped) {
-    pool_.Put(std::move(block));
-    changed_.notify_all();
-    return entry.error;
-  }
   chunk.block = std::move(block);
   chunk.state = Chunk::State::kFilling;
   ++entry.touching;

@@ -20,7 +20,6 @@
 #include "entry.h"
 #include "extents.h"
 #include "pool.h"
-#include "spread.h"
 #include "status.h"
 
 namespace jdelta {
@@ -69,12 +68,9 @@ class Store : public std::enable_shared_from_this<Store> {
  public:
   Store(Options options, std::unique_ptr<Adapter> adapter);
 
-  // Both answer at once, or answer nothing and call `done` later; until then the memory is in use.
-  // What they copy themselves they `spread`.
-  std::optional<Status> Write(const Key& key, const void* data, size_t bytes, const Spread& spread,
-                              Done done);
-  std::optional<Status> Read(const Key& key, void* data, size_t bytes, const Spread& spread,
-                             Done done);
+  // All answer at once, or answer nothing and call `done` later; until then the memory is in use.
+  std::optional<Status> Write(const Key& key, const void* data, size_t bytes, Done done);
+  std::optional<Status> Read(const Key& key, void* data, size_t bytes, Done done);
 
   // Brings a tensor back before it is read, if there is memory for it.
   Status Prefetch(const Key& key);
@@ -105,11 +101,9 @@ class Store : public std::enable_shared_from_this<Store> {
   Status CheckRead(const Key& key, size_t bytes);
   std::shared_ptr<Entry> Enter(const Key& key, size_t bytes);
   void Leave(const Entry& entry);
-  std::optional<Status> CopyIn(Lock& lock, const std::shared_ptr<Entry>& entry,
-                               const Spread& spread, Done done);
+  std::optional<Status> CopyIn(Lock& lock, const std::shared_ptr<Entry>& entry, Done done);
   Status CopyChunkIn(Lock& lock, const Job& job, Block block);
-  std::optional<Status> CopyOut(Lock& lock, const std::shared_ptr<Entry>& entry,
-                                const Spread& spread, Done done);
+  std::optional<Status> CopyOut(Lock& lock, const std::shared_ptr<Entry>& entry, Done done);
   bool Claim(const std::shared_ptr<Entry>& entry, size_t index);
   void PlanAhead(const Entry& entry);
   void BringAhead(const std::shared_ptr<Entry>& entry, size_t index);

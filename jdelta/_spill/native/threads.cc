@@ -84,6 +84,11 @@ void Store::Fill(Lock& lock, Block block) {
   Job job = std::move(fills_.front());
   fills_.pop_front();
   Entry& entry = *job.entry;
+  if (entry.dropped) {
+    pool_.Put(std::move(block));
+    changed_.notify_all();
+    return;
+  }
   Status status = CopyChunkIn(lock, job, std::move(block));
   if (status.empty() && entry.left == 0) Answer(entry, status);
   AnswerDropped(entry);
