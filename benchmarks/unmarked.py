@@ -1,8 +1,9 @@
 """What does it cost not to mark anything? Plans of one step at one budget, marked and not.
 
 The budget is a share of the plain step's compiled peak. Overheads are predicted by one cost model
-for all: the traced program under the plan, with the transfers that its schedule exposes, over the
-plain program. Nothing is run on a device.
+for all: *plan* is what the plan says that its decisions add to the plain step, *+* what the traced
+program under the plan, with the transfers that its schedule exposes, takes more than the plain one.
+Nothing is run on a device.
 
     python -m benchmarks.unmarked --target cuda:h100 --json benchmarks/results/unmarked.json
 """
@@ -15,7 +16,12 @@ from benchmarks.record import Row, mib, share
 STEPS = {**budgets.STEPS, "unet": {"name": "unet"}}
 SHARES = (0.8, 0.6, 0.5)
 WAYS = {"marked": jdelta.remat, "found": identity}
-HEADS = ["step", "target", "budget", *(f"{way} {what}" for way in WAYS for what in ("peak", "+"))]
+HEADS = [
+    "step",
+    "target",
+    "budget",
+    *(f"{way} {what}" for way in WAYS for what in ("peak", "plan", "+")),
+]
 
 
 def row(step: str, target: str, share: float) -> Row:
@@ -35,10 +41,10 @@ def cells(r: Row) -> list[str]:
     for way in WAYS:
         plan, plain = r[way], r["plain_seconds"]
         if "error" in plan:
-            figures += ["below floor", mib(plan["floor"])]
+            figures += ["below floor", mib(plan["floor"]), "-"]
         else:
             added = share(plan["price"]["seconds"] - plain, plain)
-            figures += [mib(plan["compiled_peak"]), added]
+            figures += [mib(plan["compiled_peak"]), share(plan["overhead"], plain), added]
     return [r["step"], r["target"], mib(r["budget"]), *figures]
 
 
