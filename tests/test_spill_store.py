@@ -311,7 +311,8 @@ def test_two_hundred_steps_grow_nothing(tmp_path):
     later_files, later_threads, later_memory = usage()
     assert later_files <= files
     assert later_threads <= threads + 8  # threads that complete operations come and go
-    assert later_memory < memory + 16 * MIB
+    # A block of each step would be 200 MiB; what the C library keeps for itself varies by twenty.
+    assert later_memory < memory + 32 * MIB
     assert (folder / "tensors").stat().st_size <= max(size, PLANNED)
     assert flow(store).most_stored <= 2 * PLANNED
     store.close()
