@@ -78,20 +78,6 @@ def test_a_read_that_fails_fails_the_step_and_not_the_next():
     check_recovery(store, step)
 
 
-@pytest.mark.parametrize("kind", ["write", "read"])
-@pytest.mark.parametrize("nth", [1, 9, 20, 33])
-def test_a_failure_amid_a_large_tensor(kind, nth):
-    device = Device()
-    store = open_store("/some/disk", adapter=device, pool="6MiB")
-    x = np.tile(X, (6, 1))  # twelve blocks
-    step = make_step(store)
-    fail_once(device, kind, nth, OSError(errno.EIO, ""))
-    with pytest.raises(SpillError, match="Input/output error"):
-        run(step, x)
-    np.testing.assert_array_equal(run(step, x), expected(x))
-    check_recovery(store, step)
-
-
 def test_what_a_device_raises_is_said():
     device = Device()
     store = open_store("/some/disk", adapter=device, pool="2MiB")

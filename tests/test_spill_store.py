@@ -191,19 +191,6 @@ def test_the_step_does_not_wait_for_a_slow_device_and_queued_writes_are_cancelle
     assert flow(store).written <= 2 * MIB
 
 
-LARGE = np.arange(3_500_001, dtype=np.float32)
-"""Fourteen blocks, the last one short."""
-
-
-@pytest.mark.parametrize("pool", ["64MiB", "5MiB", "1MiB"])
-def test_a_large_tensor_comes_back_whole(pool):
-    store = open_store(adapter="memory", pool=pool)
-    step = make_step(store)
-    for x in (LARGE, -LARGE):
-        np.testing.assert_array_equal(step(x), expected(x))
-    assert flow(store).planned == 2 * ROWS * LARGE.nbytes
-
-
 def test_a_small_pool_makes_writes_wait_and_is_never_exceeded():
     store = open_store(adapter="memory", pool="1MiB", write_rate=100e6)
     np.testing.assert_array_equal(make_step(store)(X), expected())
@@ -311,8 +298,7 @@ def test_two_hundred_steps_grow_nothing(tmp_path):
     later_files, later_threads, later_memory = usage()
     assert later_files <= files
     assert later_threads <= threads + 8  # threads that complete operations come and go
-    # A block of each step would be 200 MiB; what the C library keeps for itself varies by twenty.
-    assert later_memory < memory + 32 * MIB
+    assert later_memory < memory + 16 * MIB
     assert (folder / "tensors").stat().st_size <= max(size, PLANNED)
     assert flow(store).most_stored <= 2 * PLANNED
     store.close()
