@@ -1,0 +1,69 @@
+"""The search for a plan, with a stand-in for the compiler that deviates from the simulation."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jdelta
+from jdelta._emit import emit
+from jdelta._measure import Measurement
+
+LAYERS, ROWS, WIDTH = 48, 8192, 512
+EXACT = Measurement(0, 0, 0, 0, 0, 0, 0, 0, refused=False, seconds=0.0)
+
+
+@jdelta.remat
+def layer(w, x):
+    return x + jnp.sin(jnp.tanh(x @ w))
+
+
+def step(ws, x):
+    def loss(ws):
+        y = x
+        for w in ws:
+            y = layer(w, y)
+        return jnp.mean(y**2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws))
+
+
+def more_below(part):
+    """As for a U-Net on CUDA: what is tried after an error of 4 % is off by 7."""
+    return 0.04 if part > 0.77 else 0.075
+
+
+DEVIATIONS = {
+    "none": lambda part: 0.0,
+    "more": lambda part: 0.05,
+    "less": lambda part: -0.05,
+    "more below": more_below,
+}
+"""Part of the plain step's peak that a plan takes beyond the simulation, by the simulated part."""
+
+
+@pytest.mark.parametrize("deviation", DEVIATIONS)
+def test_the_budget_is_used_however_far_off_the_simulation_is(deviation, monkeypatch):
+    plain = []
+
+    def simulated(step, policy):
+        emission = emit(step, policy)
+        return dataclasses.replace(emission, lower=lambda: emission)
+
+    def measured(emission, *args, **options):
+        peak = emission.simulated
+        if emission.policy is None:
+            plain.append(peak)
+        else:
+            peak += int(DEVIATIONS[deviation](peak / plain[0]) * plain[0])
+        return None, dataclasses.replace(EXACT, peak=peak)
+
+    monkeypatch.setattr("jdelta._search.emit", simulated)
+    monkeypatch.setattr("jdelta._search.measure", measured)
+    monkeypatch.setattr("jdelta._search._known", {})
+    ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(LAYERS)]
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    plan = jdelta.plan(step, 0.8, ws, x, target="tpu:v5e:2x2")
+    assert 0.95 * plan.budget <= plan.compiled_peak <= plan.budget
+    assert plan.compiles <= 4
