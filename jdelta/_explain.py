@@ -123,7 +123,7 @@ class _Explaining:
         self.plan = plan
         self.target = target
         spill, rates = plan.spill, plan.spill_rates
-        files = to_files(spill, rates, plan.residuals) if spill and rates else None
+        files = to_files(spill, rates, plan.residuals, target) if spill and rates else None
         self.items: Items = items_of(plan.residuals, target, float("inf"), {}, files)
         self.decisions: Mapping[str, Decision] = plan.decisions
         self.by_name = {r.name: r for r in plan.residuals}

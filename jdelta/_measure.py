@@ -10,10 +10,12 @@ from typing import Any, get_origin
 import jax
 
 from jdelta import _cache
+from jdelta._file_calls import file_calls
 from jdelta._hlo import parse
 from jdelta._host import buffers
 from jdelta._marks import NOTHING, Computed
 from jdelta._overlap import NO_TRANSFERS, Overlap, read_overlap
+from jdelta._spill.library import WRITE
 from jdelta._stride import forward_fetches
 from jdelta._target import Target
 from jdelta._versions import COMPILERS, version
@@ -70,6 +72,7 @@ class Measurement:
         wrong_fetches: Instructions that fetch other rows from the host than the program asks for.
         host_buffers: Bytes of each buffer that the program allocates in host memory, largest first.
         undone: Names of values that it keeps, or computes again, against what it was given.
+        files: Slots in the spill store, and bytes of the value of each, that it writes and reads.
     """
 
     peak: int
@@ -86,6 +89,7 @@ class Measurement:
     wrong_fetches: tuple[str, ...] = ()
     host_buffers: tuple[int, ...] = ()
     undone: tuple[str, ...] = ()
+    files: tuple[tuple[int, int], ...] = ()
 
     @property
     def all_host(self) -> int:
@@ -159,7 +163,8 @@ def _read(name: str) -> Measurement | None:
         record["wrong_fetches"] = tuple(record["wrong_fetches"])
         record["host_buffers"] = tuple(record["host_buffers"])
         record["undone"] = tuple(record["undone"])
-    except (KeyError, TypeError):
+        record["files"] = tuple((slot, size) for slot, size in record["files"])
+    except (KeyError, TypeError, ValueError):
         return None
     fields = {f.name: get_origin(f.type) or f.type for f in dataclasses.fields(Measurement)}
     if any(type(record.get(name)) is not expected for name, expected in fields.items()):
@@ -236,13 +241,14 @@ def _measured(
 def _read_off(
     compiled: jax.stages.Compiled, target: Target, computed: Computed, reported: int
 ) -> dict[str, Any]:
-    """What only the text says: which names are undone, what is on the host and moved there."""
+    """What only the text says: which names are undone, what is on the host or in files."""
     if not reported and computed == NOTHING:
         return {"host": 0}
     text = compiled.as_text() or ""
-    undone = computed.undone(text)
+    files = file_calls(parse(text)) if WRITE in text else ()
+    said = {"undone": computed.undone(text), "files": files}
     if not reported:
-        return {"host": 0, "undone": undone}
+        return {"host": 0, **said}
     program = parse(text)
     wrong = forward_fetches(program) if target.platform == "cuda" else ()
     there = buffers(program)
@@ -251,7 +257,7 @@ def _read_off(
         "host_buffers": there,
         "overlap": read_overlap(program, target.rates),
         "wrong_fetches": tuple(wrong),
-        "undone": undone,
+        **said,
     }
 
 

@@ -26,7 +26,7 @@ from jdelta._region import Grouping
 from jdelta._report import page
 from jdelta._residual import Residual
 from jdelta._rok import RokPoint
-from jdelta._spill import Spill, SpillRates, Store
+from jdelta._spill import Spill, SpillRates, Store, by_callback
 from jdelta._table import format_table, rows, summary
 from jdelta._target import attached
 
@@ -171,7 +171,8 @@ class Plan:
         """What the step spills to when it runs; None if nothing can be spilled."""
         if self.policy is None or self.spill is None:
             return None
-        return self._store or Store(self.spill)
+        calls = by_callback(self.target.partition(":")[0])
+        return self._store or Store(self.spill, by_callback=calls)
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:

@@ -78,12 +78,13 @@ class PlannedStep:
             SpillError: Something could not be written or read.
         """
         plan = self.plan
-        if not plan.spill_written or plan.spill is None or plan.spill_rates is None:
+        store, rates = plan.store, plan.spill_rates
+        if not plan.spill_written or not store or not rates:
             return self._compiled(*args)
         begin = time.perf_counter()
-        with named_errors():
+        with named_errors(), store.execution():
             results = jax.block_until_ready(self._compiled(*args))
-        self._drift = self._drift or Drift(plan.spill, plan.spill_rates)
+        self._drift = self._drift or Drift(store.spill, rates)
         self._drift.add(time.perf_counter() - begin)
         return results
 
@@ -149,7 +150,7 @@ def _compiled(
         executable=True,
     )
     if program:
-        check_spilled(plan.residuals, plan.decisions, emission.spilled, program)
+        check_spilled(plan.residuals, plan.decisions, emission.spilled, measurement.files)
     return program, measurement, measurement.peak + emission.pool
 
 

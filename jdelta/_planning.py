@@ -27,7 +27,7 @@ from jdelta._region import Grouping
 from jdelta._residual import Residual
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
-from jdelta._spill import Spill, SpillRates, Store, agreed_rates, require_platform
+from jdelta._spill import Spill, SpillRates, Store, agreed_rates, by_callback
 from jdelta._target import Target, is_on_host, resolve
 from jdelta._trace import Trace, trace
 from jdelta._versions import versions
@@ -233,7 +233,7 @@ def _plan(
     store, rates = _spilling(spill, where)
 
     def files(residuals: Sequence[Residual]) -> Way | None:
-        return to_files(spill, rates, residuals) if spill and rates else None
+        return to_files(spill, rates, residuals, where) if spill and rates else None
 
     def traced(grouping: Grouping) -> Trace:
         return trace(call.fun, *placed, grouping=grouping, platform=where.platform)
@@ -292,9 +292,9 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
     """The store that a step would spill to, and how fast it is."""
     if spill is None:
         return None, None
-    require_platform(target.platform)
+    calls = by_callback(target.platform)
     rates = agreed_rates(spill)
-    return Store(spill), rates
+    return Store(spill, by_callback=calls), rates
 
 
 def _result(found: Found) -> str:

@@ -38,8 +38,8 @@ EARLY = 3
 """Compiles after which more layers in an iteration are thought of, if the budget is not used."""
 
 MORE_COMPILES = 2
-"""Compiles beyond that for steps that may spill: they are for CPUs, where compiling is quick, and
-the simulation is further off."""
+"""Compiles beyond that for steps that may spill on CPUs, where compiling is quick, and the
+simulation further off."""
 
 OUTLIER = 1.5
 """Times its prediction at which a compiled peak says nothing about other candidates."""
@@ -238,7 +238,7 @@ class Search:
         floor, best = self._floor(), None
         if floor.predicted > SURELY_BELOW * bound:
             floor = best = self._compiled_floor(bound)
-        most += MORE_COMPILES if self.step.store else 0
+        most += MORE_COMPILES if self.step.store and self.step.target.platform == "cpu" else 0
         known = self._remembered(bound, floor)
         most -= known is not None
         excess, files_tried = 0, False
@@ -397,8 +397,9 @@ class Search:
             emission.lower(), self.step.target, emission.options, computed=emission.computed
         )
         _LOG.info("%s takes %s", what, format_bytes(measurement.peak))
-        if compiled and candidate.decisions is not None:
-            check_spilled(self.items.residuals, candidate.decisions, emission.spilled, compiled)
+        if candidate.decisions is not None and not measurement.refused:
+            files = measurement.files
+            check_spilled(self.items.residuals, candidate.decisions, emission.spilled, files)
         candidate = replace(candidate, measurement=measurement, compiled=compiled)
         if candidate.decisions is not None and candidate.peak <= OUTLIER * candidate.predicted:
             self._errors[emission.timeline.peak] = candidate.peak - emission.simulated

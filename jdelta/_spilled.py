@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import jax
 
 from jdelta._decision import Decision
 from jdelta._errors import SpillError
 from jdelta._format import format_bytes, format_some
-from jdelta._hlo import Computation, Instruction, Module, parse
 from jdelta._residual import Residual
-from jdelta._spill.library import READ, WRITE
-
-_SLOT = re.compile(r"\bslot = (\d+)")
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ def check_spilled(
     residuals: Sequence[Residual],
     decisions: Mapping[str, Decision],
     emitted: Emitted,
-    compiled: jax.stages.Compiled,
+    files: Sequence[tuple[int, int]],
 ) -> None:
     """Check that a compiled program writes and reads all that a plan spills.
 
@@ -74,7 +67,7 @@ def check_spilled(
         residuals: Residuals of the step.
         decisions: What the plan does with each.
         emitted: What the step was emitted to write.
-        compiled: The compiled program.
+        files: Slots and bytes that the compiled program writes and reads.
 
     Raises:
         SpillError: Some of them are not written, or not read, with all of their bytes.
@@ -82,7 +75,7 @@ def check_spilled(
     planned = [r for r in residuals if decisions[r.name] is Decision.SPILL]
     if not planned:
         return
-    found = _found(emitted, parse(compiled.as_text() or ""))
+    found = _found(emitted, files)
     handed = {place.name for place in emitted.places.values()}
     read = [r for r in planned if (r.needed and not r.boundary) or handed & _names(r)]
     missing = [r for r in read if max(found[name] for name in _names(r)) < r.bytes]
@@ -100,26 +93,10 @@ def _names(r: Residual) -> set[str]:
     return {r.name, r.entering or r.name}
 
 
-def _found(emitted: Emitted, program: Module) -> Counter[str]:
+def _found(emitted: Emitted, files: Sequence[tuple[int, int]]) -> Counter[str]:
     """Bytes per device, by name, that the program holds in files at once and reads again."""
-    written, read = dict(_calls(program, WRITE)), dict(_calls(program, READ))
     found: Counter[str] = Counter()
     for slot, place in emitted.places.items():
-        if written.get(slot) == read.get(slot) == place.bytes:
+        if (slot, place.bytes) in files:
             found[place.name] += place.bytes * place.kept
     return found
-
-
-def _calls(program: Module, target: str) -> Iterator[tuple[int, int]]:
-    """Slot and bytes of each of the custom calls of a kind."""
-    for computation in program.computations.values():
-        for instruction in computation:
-            slot = _SLOT.search(instruction.attributes)
-            if slot and instruction.attribute("custom_call_target") == target:
-                yield int(slot[1]), _value(instruction, computation).array.bytes
-
-
-def _value(call: Instruction, computation: Computation) -> Instruction:
-    """What is written, or read."""
-    written = call.attribute("custom_call_target") == WRITE
-    return computation.operands(call)[0] if written else call

@@ -32,6 +32,7 @@ class Way:
         refusal: Why a residual must not go there; None if it may.
         hidden_out: Seconds on the link out that are hidden although the forward pass takes less.
         bare: Names of the residuals whose transfers nothing hides.
+        waiting: Seconds a byte that the device waits for the host, out and back together.
     """
 
     decision: Decision
@@ -41,16 +42,17 @@ class Way:
     refusal: Callable[[Residual], str | None]
     hidden_out: float = 0.0
     bare: frozenset[str] = frozenset()
+    waiting: float = 0.0
 
     def move(self, r: Residual) -> Move | None:
         """How a residual moves there; None where it must not."""
         if self.refusal(r):
             return None
         moved = r.bytes * r.repeats
-        out, into = moved / self.out, moved / self.into
+        out, into, waited = moved / self.out, moved / self.into, moved * self.waiting
         if r.name in self.bare:
-            return Move(self.decision, 0.0, 0.0, r.bytes, out + into)
-        return Move(self.decision, out, into, r.bytes, EXPOSED * (out + into))
+            return Move(self.decision, 0.0, 0.0, r.bytes, waited + out + into)
+        return Move(self.decision, out, into, r.bytes, waited + EXPOSED * (out + into))
 
     def tier(self, residuals: Sequence[Residual], room: float) -> Tier:
         """The memory, and seconds of transfer that compute is expected to hide; compiling tells.

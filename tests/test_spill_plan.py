@@ -87,9 +87,9 @@ def test_hidden_scopes_by_hand():
 
 def test_what_is_not_spilled(tmp_path):
     step, args = network(scan=False)
-    found, _ = analysed(step, args)
+    found, target = analysed(step, args)
     size = {r.name: r.bytes for r in found}["block_0/tanh"]
-    way = to_files(jdelta.Spill(str(tmp_path), least=size), RATES, found)
+    way = to_files(jdelta.Spill(str(tmp_path), least=size), RATES, found, target)
     refusals = {r.name: way.refusal(r) for r in found}
     assert refusals["block_0/tanh"] is None
     assert refusals["block_0/_bernoulli/lt"] == "too small to be worth a file"
@@ -107,9 +107,10 @@ def test_what_is_not_spilled(tmp_path):
 @pytest.mark.parametrize("rate", [1e9, 2e9, 4e9])
 def test_what_is_beyond_the_rule_costs_its_transfers(tmp_path, rate):
     step, args = network(scan=False)
-    found, _ = analysed(step, args)
+    found, target = analysed(step, args)
     slow = [dataclasses.replace(r, seconds=r.bytes / 8e9 if r.needed else 0.0) for r in found]
-    way = to_files(jdelta.Spill(str(tmp_path), least=1024), SpillRates(rate, rate), slow)
+    spill = jdelta.Spill(str(tmp_path), least=1024)
+    way = to_files(spill, SpillRates(rate, rate), slow, target)
     regions = [f"block_{i}" for i in range(LAYERS)]
     open_ = [r.needed and way.refusal(r) is None for r in slow]
     scopes = [
@@ -137,7 +138,7 @@ def test_items_may_go_to_files(tmp_path):
     step, args = network()
     found, target = analysed(step, args)
     spill = jdelta.Spill(str(tmp_path), limit="5MiB", least=1024)
-    files = to_files(spill, RATES, found)
+    files = to_files(spill, RATES, found, target)
     items = items_of(found, target, math.inf, {}, files)
     moves = {item.name: item.move(Decision.SPILL) for item in items.problem.items}
     tanh = next(r for r in found if r.name == "block/tanh")
@@ -158,8 +159,8 @@ def test_items_may_go_to_files(tmp_path):
 @pytest.mark.parametrize(("name", "scan"), FORMS)
 def test_frameworks(name, scan, spill):
     step, args = STEPS[name](1024, 32, scan=scan)
-    found, _ = analysed(step, args)
-    way = to_files(spill, RATES, found)
+    found, target = analysed(step, args)
+    way = to_files(spill, RATES, found, target)
     open_ = [r for r in found if r.needed and not r.boundary and way.refusal(r) is None]
     names = [r.name for r in sorted(open_, key=lambda r: -r.bytes)[:3]]
     plan = jdelta.plan(step, None, *args, spill=spill, pin=dict.fromkeys(names, "spill"))
@@ -470,14 +471,6 @@ def test_errors_of_a_step_have_their_name(spill):
 
 
 # --- What cannot be --------------------------------------------------------------------------
-
-
-@pytest.mark.compiler
-def test_other_platforms_are_refused(tmp_path):
-    step, args = network()
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    with pytest.raises(SpillError, match="spilling on 'tpu' is not supported"):
-        jdelta.plan(step, 0.6, *shapes, target="tpu:v5e:2x2", spill=str(tmp_path))
 
 
 def test_no_directory(tmp_path):

@@ -1,8 +1,8 @@
 """The SSD tier at run time: tensors leave memory in the forward pass and return in the backward."""
 
 from jdelta._spill.adapter import Adapter as Adapter
+from jdelta._spill.callbacks import by_callback as by_callback
 from jdelta._spill.errors import named_errors as named_errors
-from jdelta._spill.errors import require_platform as require_platform
 from jdelta._spill.ops import prefetch as prefetch
 from jdelta._spill.ops import read as read
 from jdelta._spill.ops import write as write

@@ -25,16 +25,3 @@ def named_errors() -> Generator[None]:
         if not found:
             raise
         raise SpillError(message) from error
-
-
-def require_platform(platform: str) -> None:
-    """Refuses platforms that cannot spill.
-
-    Raises:
-        SpillError: It is another than the CPU.
-    """
-    if platform != "cpu":
-        raise SpillError(
-            f"spilling on {platform!r} is not supported: jdelta has handlers for the CPU only; "
-            "offload to host memory there (host_budget=), or plan without spill="
-        )

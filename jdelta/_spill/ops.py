@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdelta._errors import SpillError
+from jdelta._spill import callbacks
 from jdelta._spill.library import PREFETCH, READ, WRITE
 from jdelta._spill.store import Store
 
@@ -42,6 +43,8 @@ def write(
     _check_dtype(x.dtype)
 
     def call(x: jax.Array, row: jax.Array) -> jax.Array:
+        if store.by_callback:
+            return _like(callbacks.write(store, slot, x, row), x)
         write = jax.ffi.ffi_call(WRITE, _result((), jnp.int32, x))
         return write(x, _like(row, x), **_attributes(store, slot))
 
@@ -73,6 +76,8 @@ def read(
         part = jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
 
     def call(token: jax.Array, row: jax.Array) -> jax.Array:
+        if store.by_callback:
+            return _like(callbacks.read(store, slot, token, row, part), token)
         read = jax.ffi.ffi_call(READ, _result(part.shape, part.dtype, token))
         return read(token, _like(row, token), **_attributes(store, slot))
 
@@ -137,10 +142,10 @@ def _result(shape: Any, dtype: Any, like: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=aval.mat)
 
 
-def _like(row: jax.Array, other: Any) -> jax.Array:
-    """The number of a row, varying over the same axes as an operand."""
-    missing = _axes(other) - _axes(row)
-    return jax.lax.pcast(row, tuple(sorted(missing)), to="varying") if missing else row
+def _like(x: jax.Array, other: Any) -> jax.Array:
+    """The value, varying over the axes of another one too."""
+    missing = _axes(other) - _axes(x)
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def _axes(x: Any) -> frozenset[str]:

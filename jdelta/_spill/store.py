@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,16 +74,25 @@ class Store:
     Attributes:
         spill: How it was asked for.
         id: Number by which compiled programs of this process know it.
+        by_callback: Whether programs call the host to reach it, for want of handlers.
+        executions: Number of executions so far that took turns.
     """
 
-    def __init__(self, spill: Spill):
+    def __init__(self, spill: Spill, *, by_callback: bool = False):
         """Opens a store, and removes what killed processes have left in its directory.
+
+        Args:
+            spill: How it is asked for.
+            by_callback: Whether programs call the host to reach it.
 
         Raises:
             SpillError: The directory cannot be used, or the native part is missing.
         """
         native = library()
         self.spill = spill
+        self.by_callback = by_callback
+        self.executions = 0
+        self._turn = threading.Lock()
         options = OpenOptions(
             os.fsencode(spill.path),
             -1 if spill.limit_bytes is None else spill.limit_bytes,
@@ -99,6 +110,16 @@ class Store:
     def close(self) -> None:
         """Ends it and removes its files; programs that use it fail from now on."""
         self._finalizer()
+
+    @contextlib.contextmanager
+    def execution(self) -> Generator[None]:
+        """Goes around an execution till its results are there; those with callbacks take turns."""
+        if not self.by_callback:
+            yield
+            return
+        with self._turn:
+            self.executions += 1
+            yield
 
     def counters(self) -> Counters:
         """What it has done up to now."""

@@ -1,0 +1,55 @@
+"""Reads from a compiled program what it writes to files and reads back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from jdelta._hlo import Array, Computation, Instruction, Module, leaves
+from jdelta._spill.callbacks import scope
+from jdelta._spill.library import READ, WRITE
+
+_ATTRIBUTE = re.compile(r"\bslot = (\d+)")
+
+
+def file_calls(program: Module) -> tuple[tuple[int, int], ...]:
+    """Slot and bytes per device of all that it both writes and reads, in the order of the slots.
+
+    Handlers are custom calls. A callback is a custom call of JAX, or on a TPU values that are sent
+    to the host and received from it, which have its scope's name.
+    """
+    written, read = dict(_calls(program, WRITE)), dict(_calls(program, READ))
+    return tuple(sorted(written.items() & read.items()))
+
+
+def _calls(program: Module, call: str) -> Iterator[tuple[int, int]]:
+    sizes: dict[int, int] = {}
+    for computation in program.computations.values():
+        for instruction in computation:
+            slot = _slot(instruction, call)
+            if slot is not None:
+                size = max(map(_bytes, _values(instruction, computation, call)), default=0)
+                sizes[slot] = max(size, sizes.get(slot, 0))
+    yield from sizes.items()
+
+
+def _slot(instruction: Instruction, call: str) -> int | None:
+    if instruction.attribute("custom_call_target") == call:
+        found = _ATTRIBUTE.search(instruction.attributes)
+    elif instruction.opcode in ("custom-call", "send", "recv"):
+        found = re.search(scope(call, r"(\d+)/"), instruction.attribute("op_name"))
+    else:
+        return None
+    return int(found[1]) if found else None
+
+
+def _values(instruction: Instruction, computation: Computation, call: str) -> Iterable[Array]:
+    """What is written, or read, and the numbers that go with it."""
+    if call == READ:
+        return leaves(instruction.shape)
+    return (array for value in computation.operands(instruction) for array in leaves(value.shape))
+
+
+def _bytes(array: Array) -> int:
+    """Bytes of the value itself, as the host gets it: without tiles."""
+    return array.elements * array.bits // 8

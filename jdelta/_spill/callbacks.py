@@ -1,0 +1,78 @@
+"""The way to a store where there are no handlers: a TPU calls its host from inside the step.
+
+The device waits while the host takes or gives a value, though not for the files. A callback is told
+neither its execution nor its device: executions take turns (``Store.execution``), and the device's
+number is computed by the program.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from jdelta._errors import SpillError
+from jdelta._spill.library import READ, WRITE, Key
+
+if TYPE_CHECKING:
+    from jdelta._spill.store import Store
+
+
+HANDLED, CALLED = ("cpu",), ("tpu",)
+"""Platforms with handlers, and those that call their host instead."""
+
+
+def by_callback(platform: str) -> bool:
+    """Whether programs of a platform reach a store by callbacks.
+
+    Raises:
+        SpillError: They do not reach it at all.
+    """
+    if platform not in (*HANDLED, *CALLED):
+        raise SpillError(
+            f"spilling on {platform!r} is not supported: jdelta has handlers for the CPU and "
+            "callbacks for TPUs; offload to host memory there (host_budget=), or plan without "
+            "spill="
+        )
+    return platform in CALLED
+
+
+def write(store: Store, slot: int, x: jax.Array, row: jax.Array) -> jax.Array:
+    """As a handler does: gives the token for ``x``."""
+
+    def put(x: Any, row: Any, device: Any) -> Any:
+        store.put(_key(store, slot, row, device), np.ascontiguousarray(x))
+        return np.int32(row)
+
+    with jax.named_scope(scope(WRITE, slot)):
+        return io_callback(put, jax.ShapeDtypeStruct((), jnp.int32), x, row, _device())
+
+
+def read(store: Store, slot: int, token: jax.Array, row: jax.Array, result: Any) -> jax.Array:
+    """As a handler does: gives the value back, in the shape and dtype of ``result``."""
+
+    def get(token: Any, row: Any, device: Any) -> Any:
+        data = np.empty(result.shape, result.dtype)
+        store.get(_key(store, slot, row, device), data)
+        return data
+
+    with jax.named_scope(scope(READ, slot)):
+        return io_callback(get, result, token, row, _device())
+
+
+def scope(call: str, slot: int | str) -> str:
+    """What compiled programs call the operations of a callback; ``slot`` may be a pattern."""
+    return f"{call}_{slot}"
+
+
+def _key(store: Store, slot: int, row: Any, device: Any) -> Key:
+    return Key(store.executions, int(device), slot, int(row))
+
+
+def _device() -> Any:
+    """The number of the device in the mesh of the ``shard_map`` around, else zero."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return jax.lax.axis_index(tuple(axes)) if axes else np.int32(0)
