@@ -59,11 +59,6 @@ LOST = 0.1
 """Part of the budget by which a plan exceeds it that says the simulation is of no use: what is
 compiled next is the floor."""
 
-OFF = 0.02
-"""Part of the budget by which a plan exceeds it that says the simulation may err by more elsewhere:
-the next plan, if none fits yet, stays well below (of a U-Net on CUDA the first was 3.8 % over, the
-next, with that error taken into account, still 2.1 %, and only the floor was left)."""
-
 CLOSE = 0.02
 """Part of the budget that a candidate may leave, by its prediction."""
 
@@ -243,12 +238,10 @@ class Search:
         most -= known is not None
         excess, files_tried = 0, False
         while self.compiles < most:
-            last = self.compiles == most - 1
-            if best is None and not self._may_fail and (last or excess > LOST * bound):
+            if best is None and not self._may_fail and excess > LOST * bound:
                 floor = best = self._compiled_floor(bound)
                 continue
-            nothing_yet = best is None or best is floor
-            safe = nothing_yet and (last or excess > OFF * bound)
+            safe = self.compiles == most - 1 and (best is None or best is floor)
             goal = bound - _margin(excess, bound, safe=safe)
             if floor.measurement and goal <= floor.peak:  # nothing is below the floor
                 goal = (floor.peak + bound) // 2
