@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from jdelta._hlo import Array, Computation, Instruction, Module, leaves
 from jdelta._spill.callbacks import scope
@@ -18,11 +18,11 @@ def file_calls(program: Module) -> tuple[tuple[int, int], ...]:
     Handlers are custom calls. A callback is a custom call of JAX, or on a TPU values that are sent
     to the host and received from it, which have its scope's name.
     """
-    written, read = dict(_calls(program, WRITE)), dict(_calls(program, READ))
-    return tuple(sorted(written.items() & read.items()))
+    return tuple(sorted(_calls(program, WRITE).items() & _calls(program, READ).items()))
 
 
-def _calls(program: Module, call: str) -> Iterator[tuple[int, int]]:
+def _calls(program: Module, call: str) -> dict[int, int]:
+    """Bytes by slot of what goes one way."""
     sizes: dict[int, int] = {}
     for computation in program.computations.values():
         for instruction in computation:
@@ -30,7 +30,7 @@ def _calls(program: Module, call: str) -> Iterator[tuple[int, int]]:
             if slot is not None:
                 size = max(map(_bytes, _values(instruction, computation, call)), default=0)
                 sizes[slot] = max(size, sizes.get(slot, 0))
-    yield from sizes.items()
+    return sizes
 
 
 def _slot(instruction: Instruction, call: str) -> int | None:

@@ -77,10 +77,11 @@ class PlannedStep:
         Raises:
             SpillError: Something could not be written or read.
         """
-        plan = self.plan
-        store, rates = plan.store, plan.spill_rates
-        if not plan.spill_written or not store or not rates:
+        if not self.plan.spill_written:
             return self._compiled(*args)
+        store, rates = self.plan.store, self.plan.spill_rates
+        assert store is not None
+        assert rates is not None
         begin = time.perf_counter()
         with named_errors(), store.execution():
             results = jax.block_until_ready(self._compiled(*args))
