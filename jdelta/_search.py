@@ -236,12 +236,13 @@ class Search:
         most += MORE_COMPILES if self.step.store and self.step.target.platform == "cpu" else 0
         known = self._remembered(bound, floor)
         most -= known is not None
-        excess, files_tried = 0, False
+        excess, exceeded, files_tried = 0, 0, False
         while self.compiles < most:
             if best is None and not self._may_fail and excess > LOST * bound:
                 floor = best = self._compiled_floor(bound)
                 continue
-            safe = self.compiles == most - 1 and (best is None or best is floor)
+            last = self.compiles == most - 1
+            safe = (best is None or best is floor) and (last or exceeded > 1)
             goal = bound - _margin(excess, bound, safe=safe)
             if floor.measurement and goal <= floor.peak:  # nothing is below the floor
                 goal = (floor.peak + bound) // 2
@@ -258,7 +259,7 @@ class Search:
             if quicker_near:
                 self.items = self.items.without(Decision.OFFLOAD)
             if candidate.peak > bound:
-                excess = candidate.peak - bound
+                excess, exceeded = candidate.peak - bound, exceeded + 1
             elif best is None or candidate.overhead <= best.overhead:
                 best = candidate
                 if candidate.peak >= GOOD_USE * bound and not quicker_near:
