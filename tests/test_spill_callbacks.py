@@ -11,6 +11,7 @@ from compilers import TARGETS
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from spilling import Device, flow
 
 import jdelta
 from jdelta import Decision, SpillError, _spilling
@@ -20,7 +21,6 @@ from jdelta._spill import SpillRates, by_callback, callbacks
 from jdelta._target import resolve
 from jdelta._trace import trace
 from tests.frameworks import STEPS
-from tests.spilling import Device, flow
 
 DEVICES = 2
 PIN = {"block/dot_general": "spill", "*mul_3": "save"}
