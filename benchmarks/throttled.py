@@ -35,6 +35,7 @@ from benchmarks.record import Row, mib
 from jdelta._files import Way, to_files
 from jdelta._residual import Residual
 from jdelta._spill import measure_rates
+from jdelta._target import resolve
 
 SHAPE = {"vocab": 1024, "length": 256, "dtype": jnp.float32, "scan": False}
 STEPS = {
@@ -65,7 +66,7 @@ def row(step: str, device: str, directory: str, repeats: int = REPEATS) -> Row:
     marked = case(step, jdelta.remat)
     args = marked.step, None, marked.state, marked.batch
     residuals = jdelta.plan(*args, donate_argnums=0).residuals
-    way = to_files(spill, rates, residuals)
+    way = to_files(spill, rates, residuals, resolve("cpu"))
     groups = [list(group) for _, group in itertools.groupby(residuals, key=lambda r: r.region)]
     scopes = [sum(r.bytes for r in group if _may(r, way)) for group in groups]
     late = {r.region for r in residuals if r.name in way.bare}
