@@ -11,6 +11,7 @@ from jdelta import Decision
 from jdelta._export import FORMS
 from tests import small
 from tests.stacks import kept
+from tests.versions import needs_its_own_policies
 
 PINS = {"*": "recompute", "*mlpwi*": "save"}
 POLICIES = jax.checkpoint_policies
@@ -20,6 +21,7 @@ def planned(step=small.step, pin=None, **options):
     return jdelta.plan(step, None, *small.make_args(64), pin=pin or PINS, **options)
 
 
+@needs_its_own_policies
 def test_jax_gets_a_call_that_keeps_the_same():
     policy = eval(planned().export("jax").split("\n\n")[-1], {"jax": jax})
     w = (jnp.ones((8, 32)), jnp.ones((32, 8)))

@@ -10,6 +10,7 @@ from jdelta._hlo_cost import products, traffic
 from jdelta._overlap import Overlap, read_overlap
 from jdelta._stride import forward_fetches
 from jdelta._target import resolve
+from tests.versions import needs_its_own_policies
 
 # Rates at which an array of a million float32 takes 1 s to the host, 2 s back and 1 s to negate.
 RATES = Rates(
@@ -605,6 +606,7 @@ def scanned(target):
     return lowered.compile().as_text()
 
 
+@needs_its_own_policies
 @pytest.mark.compiler
 @pytest.mark.parametrize("name", ["tpu:v5e", pytest.param("cuda:h100", marks=needs_cuda)])
 def test_a_compiled_scan(name):

@@ -15,6 +15,7 @@ from jdelta._measure import measure
 from jdelta._policy import Policy
 from jdelta._target import resolve
 from tests import small
+from tests.versions import needs_its_own_policies
 
 LAYERS, WIDTH, ROWS = 8, 16, 2048
 
@@ -192,6 +193,11 @@ def test_deferred_plan():
     params, x = arguments()
     run(params, x)
     assert not params.is_deleted()
+
+
+@needs_its_own_policies
+def test_a_deferred_plan_is_no_policy_yet():
+    deferred = jdelta.plan(step, 0.6)
     with pytest.raises(PlanMismatchError, match="has no arguments yet"):
         jax.grad(lambda p, x: jax.checkpoint(step, policy=deferred)(p, x)[1])(*arguments())
 

@@ -1,0 +1,10 @@
+"""What versions of JAX fall short of, for tests that compare with JAX's own `jax.checkpoint`."""
+
+import jax
+import pytest
+
+needs_its_own_policies = pytest.mark.skipif(
+    jax.config.jax_remat3 and jax.__version_info__ < (0, 11),
+    reason="with jax_remat3 on, jax.checkpoint of jax 0.10 drops policies that offload, needs more "
+    "memory, and cannot differentiate a step with a scan",
+)
