@@ -34,12 +34,12 @@ def _calls(program: Module, call: str) -> dict[int, int]:
 
 
 def _slot(instruction: Instruction, call: str) -> int | None:
+    if instruction.opcode not in ("custom-call", "send", "recv"):
+        return None
     if instruction.attribute("custom_call_target") == call:
         found = _ATTRIBUTE.search(instruction.attributes)
-    elif instruction.opcode in ("custom-call", "send", "recv"):
-        found = re.search(scope(call, r"(\d+)/"), instruction.attribute("op_name"))
     else:
-        return None
+        found = re.search(scope(call, r"(\d+)/"), instruction.attribute("op_name"))
     return int(found[1]) if found else None
 
 

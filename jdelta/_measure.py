@@ -245,11 +245,13 @@ def _read_off(
     if not reported and computed == NOTHING:
         return {"host": 0}
     text = compiled.as_text() or ""
-    files = file_calls(parse(text)) if WRITE in text else ()
-    said = {"undone": computed.undone(text), "files": files}
+    undone, spills = computed.undone(text), WRITE in text
+    if not reported and not spills:
+        return {"host": 0, "undone": undone}
+    program = parse(text)
+    said = {"undone": undone, "files": file_calls(program) if spills else ()}
     if not reported:
         return {"host": 0, **said}
-    program = parse(text)
     wrong = forward_fetches(program) if target.platform == "cuda" else ()
     there = buffers(program)
     return {

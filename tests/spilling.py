@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jdelta
 from jdelta._spill import Store, read, write
 from jdelta._spill.library import Key
+from tests.frameworks import STEPS
 
 MIB = 1 << 20
 ROWS = 6
@@ -72,6 +74,17 @@ def make_step(store=None, between=None):
 def expected(x=X):
     """What `make_step` gives without a store."""
     return np.asarray(make_step()(x))
+
+
+def network(rows=2048, width=64, *, scan=True, remat=jdelta.remat):
+    return STEPS["plain JAX"](rows, width, scan=scan, remat=remat)
+
+
+def check(got, expected):
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = (np.asarray(x, np.float64) for x in (a, b))
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def fill(store, many, size=MIB):

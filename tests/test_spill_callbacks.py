@@ -5,13 +5,12 @@ import os
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from compilers import TARGETS
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from spilling import Device, flow
+from spilling import Device, check, flow, network
 
 import jdelta
 from jdelta import Decision, SpillError, _spilling
@@ -20,25 +19,14 @@ from jdelta._residual import residuals
 from jdelta._spill import SpillRates, by_callback, callbacks
 from jdelta._target import resolve
 from jdelta._trace import trace
-from tests.frameworks import STEPS
 
 DEVICES = 2
 PIN = {"block/dot_general": "spill", "*mul_3": "save"}
 UNROLLED = {"block_[01]/dot_general": "spill", "*mul_3": "save"}
 
 
-def network(rows=1024, width=64, *, scan=True):
-    return STEPS["plain JAX"](rows, width, scan=scan, remat=jdelta.remat)
-
-
 def curve(x):
     return x * jnp.sin(x)
-
-
-def check(got, expected):
-    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-        if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture

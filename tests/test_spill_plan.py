@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from spilling import MIB, flow, usage
+from spilling import MIB, check, flow, network, usage
 
 import jdelta
 from benchmarks import rok
@@ -38,17 +38,6 @@ def spill(tmp_path, monkeypatch):
     """Quick and the same for all: what a plan spills is then no matter of the machine."""
     monkeypatch.setattr(jdelta._planning, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
     return jdelta.Spill(str(tmp_path), pool="1MiB", least="1KiB", adapter="memory")
-
-
-def check(got, expected):
-    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-        if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = (np.asarray(x, np.float64) for x in (a, b))
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-def network(rows=2048, width=64, *, scan=True, remat=jdelta.remat):
-    return STEPS["plain JAX"](rows, width, scan=scan, remat=remat)
 
 
 def analysed(step, args):
