@@ -13,7 +13,7 @@ from benchmarks import budgets, programs, record
 from benchmarks.models import build, identity
 from benchmarks.record import Row, mib, share
 
-STEPS = {**budgets.STEPS, "unet": {"name": "unet"}}
+STEPS = {**budgets.SMALL, "unet": {"name": "unet"}}
 SHARES = (0.8, 0.6, 0.5)
 WAYS = {"marked": jdelta.remat, "found": identity}
 HEADS = [
