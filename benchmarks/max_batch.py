@@ -3,8 +3,9 @@
 The batch doubles until the program does not fit, then is bisected until the bracket is within 1 in
 32. A program fits if the compiler accepts it, its peak is at most the memory, which `--memory`
 caps, and what it offloads fits into host memory. Methods: "plain"; "hand" (the best of the hand
-policies that suit the step); "plan" (jdelta at any predicted overhead); "plan 10%" (at no more than
-10 % of the plain step). Seconds are predictions.
+policies that suit the step); "found" (jdelta at any predicted overhead, with units that it finds);
+"found 10%" (at no more than 10 % of the plain step); "marked" and "marked 10%" (the same with the
+units that the model marks). Seconds are predictions.
 
     python -m benchmarks.max_batch --step resnet50 --target cuda:h100 --memory 8GiB --json rows.json
 """
@@ -13,7 +14,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jdelta
 from benchmarks import policies, programs, record, steps
 from benchmarks.record import Row
 from jdelta._budget import parse_budget
@@ -29,8 +29,15 @@ STEPS = (
     "gpt2-xl unrolled",
 )
 TARGETS = ("tpu:v5e:2x2", "cuda:h100")
-LIMITS = {"plan 10%": 0.1, "plan": None}
-METHODS = ("plain", "hand", *LIMITS)
+PLANS: dict[str, tuple[str, float | None]] = {
+    "found 10%": ("found", 0.1),
+    "found": ("found", None),
+    "marked 10%": ("marked", 0.1),
+    "marked": ("marked", None),
+}
+"""By method, whose units a plan has and what part of the plain step's time it may add."""
+
+METHODS = ("plain", "hand", *PLANS)
 HEADS = ["step", "target", "memory", "method", "batch", "over plain", "added"]
 
 
@@ -64,8 +71,9 @@ def ways(method: str, step: str, target: str, **options: Any) -> list[Callable[.
     """What a method may try."""
     if method == "plain":
         return [plain]
-    if method in LIMITS:
-        return [functools.partial(plan, limit=LIMITS[method])]
+    if method in PLANS:
+        units, limit = PLANS[method]
+        return [functools.partial(plan, units=units, limit=limit)]
     program = programs.traced(steps.build(step, **options), target)
     return [
         functools.partial(hand, policy=policy)
@@ -92,9 +100,11 @@ def _tried(program: programs.Program, room: int) -> Row:
     return {"fits": fits, "peak": measured.peak, "host": measured.host}
 
 
-def plan(step: str, target: str, room: int, *, limit: float | None, **options: Any) -> Row:
+def plan(
+    step: str, target: str, room: int, *, units: str, limit: float | None, **options: Any
+) -> Row:
     """Tries a plan, whose predicted overhead may be `limit` of the plain step."""
-    case = steps.build(step, remat=jdelta.remat, **options)
+    case = steps.build(step, remat=steps.UNITS[units], **options)
     found, made = programs.plan(case, room, target)
     if made is None:
         return {"fits": False, "plan": found}

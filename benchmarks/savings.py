@@ -4,37 +4,42 @@ For each step and target: the floor (the least compiled peak) with the predicted
 plans for less than the plain step's compiled peak, twice: "total" counts the whole peak, as budgets
 do; "activation" counts only what the plain step needs beside arguments and results
 (peak - arguments - outputs + aliased), which is what papers quote. The steps of DELTA's own
-evaluation also get its -72 %. Seconds are predictions.
+evaluation also get its -72 %. Units are those that the models mark, or found by jdelta. Seconds are
+predictions.
 
     python -m benchmarks.savings --step resnet50 --target cuda:h100 --json rows.json
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import jdelta
 from benchmarks import policies, programs, record, steps
 from benchmarks.record import Row, bound, mib, share
 
 KINDS = ("floor", "total", "activation")
 SAVINGS = (0.4, 0.5, 0.6, 0.7)
 DELTA = {"resnet50", "resnet101", "bert-large scanned", "bert-large unrolled"}
-HEADS = "step target of saving plain resident budget floor peak saved overhead estimate".split()
+HEADS = (
+    "step target units of saving plain resident budget floor peak saved overhead estimate".split()
+)
 
 
-def row(step: str, target: str, of: str, saving: float | None = None, **options: Any) -> Row:
+def row(
+    step: str, target: str, units: str, of: str, saving: float | None = None, **options: Any
+) -> Row:
     """Plans one step to a saving.
 
     Args:
         step: A key of `steps.STEPS`.
         target: Where to compile for.
+        units: Who says what a unit is, a key of `steps.UNITS`.
         of: What is saved, one of `KINDS`.
         saving: The part of it that is saved; None for the floor.
         **options: Arguments of `models.build` in place of the step's own.
     """
     plain = plain_figures(step, target, tuple(options.items()))
-    case = steps.build(step, remat=jdelta.remat, **options)
+    case = steps.build(step, remat=steps.UNITS[units], **options)
     budget = floor(case, target) if saving is None else _budget(plain, of, saving)
     return {"plain": plain, "plan": programs.plan(case, budget, target)[0]}
 
@@ -75,7 +80,8 @@ def cells(r: Row) -> list[str]:
     plain, plan = r["plain"], r["plan"]
     saving = f"{r['saving']:.0%}" if r["saving"] else ""
     sizes = [plain["peak"], plain["resident"], plan["budget"]]
-    head = [r["step"], r["target"], r["of"], saving, *map(mib, sizes), bound(plan, "floor")]
+    head = [*(r[k] for k in ("step", "target", "units", "of")), saving]
+    head += [*map(mib, sizes), bound(plan, "floor")]
     if "error" in plan:
         return [*head, "below floor"]
     seconds = plain["price"]["seconds"]
@@ -88,12 +94,13 @@ def cells(r: Row) -> list[str]:
     ]
 
 
-def jobs(step: str, target: str, kinds: list[str]) -> Iterator[dict[str, Any]]:
+def jobs(step: str, target: str, units: str, kinds: Iterable[str]) -> Iterator[dict[str, Any]]:
     """The rows of one step on one target."""
+    job = {"step": step, "target": target, "units": units}
     for of in kinds:
         savings = (*SAVINGS, 0.72) if step in DELTA else SAVINGS
         for saving in (None,) if of == "floor" else savings:
-            yield {"step": step, "target": target, "of": of, "saving": saving}
+            yield {**job, "of": of, "saving": saving}
 
 
 def markdown(rows: list[Row]) -> str:
@@ -104,12 +111,14 @@ def markdown(rows: list[Row]) -> str:
 def main() -> None:
     parser = record.parser(__doc__, steps.STEPS, steps.TARGETS)
     parser.add_argument("--of", action="append", choices=KINDS, help="default: all")
+    parser.add_argument("--units", action="append", choices=steps.UNITS, help="default: both")
     options = record.options(parser, markdown)
     todo = [
         job
         for target in options.target or steps.TARGETS
         for step in options.step or steps.STEPS
-        for job in jobs(step, target, options.of or KINDS)
+        for units in options.units or steps.UNITS
+        for job in jobs(step, target, units, options.of or KINDS)
     ]
     rows = record.run(todo, row, options.json)
     record.show("plans for less than the plain peak (MiB, % of the step)", HEADS, map(cells, rows))

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+import jdelta
 from benchmarks import models
 
 HALF = {"dtype": jnp.bfloat16}
@@ -30,6 +31,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "mixtral unrolled": {"name": "mixtral"},
 }
 """From the name of a step to the arguments of `models.build`."""
+
+UNITS = {"marked": jdelta.remat, "found": models.identity}
+"""By who says what a unit of recompute is, the model or jdelta: the decorator of its blocks."""
 
 TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1", "cuda:h100", "cuda:a100")
 

@@ -8,19 +8,18 @@ Nothing is run on a device.
     python -m benchmarks.unmarked --target cuda:h100 --json benchmarks/results/unmarked.json
 """
 
-import jdelta
 from benchmarks import budgets, programs, record
-from benchmarks.models import build, identity
+from benchmarks.models import build
 from benchmarks.record import Row, mib, share
+from benchmarks.steps import UNITS
 
 STEPS = {**budgets.SMALL, "unet": {"name": "unet"}}
 SHARES = (0.8, 0.6, 0.5)
-WAYS = {"marked": jdelta.remat, "found": identity}
 HEADS = [
     "step",
     "target",
     "budget",
-    *(f"{way} {what}" for way in WAYS for what in ("peak", "plan", "+")),
+    *(f"{units} {what}" for units in UNITS for what in ("peak", "plan", "+")),
 ]
 
 
@@ -29,8 +28,8 @@ def row(step: str, target: str, share: float) -> Row:
     plain = programs.traced(build(**STEPS[step]), target)
     budget = int(share * plain.measured.peak)
     plans = {
-        way: programs.plan(build(**STEPS[step], remat=remat), budget, target)[0]
-        for way, remat in WAYS.items()
+        units: programs.plan(build(**STEPS[step], remat=remat), budget, target)[0]
+        for units, remat in UNITS.items()
     }
     return {"budget": budget, "plain_seconds": plain.price.seconds, **plans}
 
@@ -38,8 +37,8 @@ def row(step: str, target: str, share: float) -> Row:
 def cells(r: Row) -> list[str]:
     """One line of the table; sizes in MiB."""
     figures: list[str] = []
-    for way in WAYS:
-        plan, plain = r[way], r["plain_seconds"]
+    for units in UNITS:
+        plan, plain = r[units], r["plain_seconds"]
         if "error" in plan:
             figures += ["below floor", mib(plan["floor"]), "-"]
         else:
