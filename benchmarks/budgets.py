@@ -13,7 +13,7 @@ A plan that fits seldom needs the floor compiled; `--share 0.01` has all floors 
 within its budget and whether a larger budget ever makes a plan slower.
 
 A row that is already in the JSON file is not run again, so an interrupted run resumes; so
-`--json benchmarks/results/budgets-tpu-v5e.json --markdown` prints the README's table.
+`--json benchmarks/results/budgets-tpu-v5e.json --markdown` prints the table of the docs.
 """
 
 import itertools
@@ -78,7 +78,7 @@ def cells(r: Row) -> list[str]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The rows as the README shows them: sizes in MiB, one line a step and target."""
+    """The rows as the docs show them: sizes in MiB, one line a step and target."""
     lines: list[list[str]] = []
     for (step, target), found in record.grouped(rows).items():
         group = {r["share"]: r for r in found}

@@ -107,7 +107,7 @@ def row(step: str, target: str, share: float) -> Row:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The rows as the README shows them."""
+    """The rows as the docs show them."""
     return record.table(HEADS, map(cells, rows))
 
 
