@@ -118,14 +118,14 @@ def half_away(target: str) -> tuple[Row, jdelta.Plan]:
 
 MAKES: dict[str, Callable[[str], tuple[Row, jdelta.Plan]]] = {
     "stack": stack_away,
-    "gpt2 scanned": functools.partial(heads_away, scan=True),
-    "gpt2 unrolled": heads_away,
     **{
         f"{model} {form}, queries": functools.partial(queries_away, model=model, **options)
         for model in QUERIES
         for form, options in (("scanned", {"scan": True}), ("unrolled", {}))
     },
-    "gpt2-xl unrolled": half_away,
+    "gpt2 scanned, q, k and v": functools.partial(heads_away, scan=True),
+    "gpt2 unrolled, q, k and v": heads_away,
+    "gpt2-xl unrolled, half": half_away,
 }
 
 
@@ -155,8 +155,19 @@ def cells(r: Row) -> list[str]:
     return [r["step"], r["target"], *sizes, share(r["hidden"], 1.0)]
 
 
+def markdown(rows: list[Row]) -> str:
+    """Two tables of the docs: peaks beside recompute by hand, and what schedules hide."""
+    beside = (cells(r) for r in rows if "by_hand" in r)
+    hidden = {(r["step"], r["target"]): share(r["hidden"], 1.0) for r in rows if "by_hand" not in r}
+    lines = [
+        [step, *(hidden.get((step, target), "not run") for target in TARGETS)]
+        for step in dict.fromkeys(step for step, _ in hidden)
+    ]
+    return "\n\n".join([record.table(HEADS, beside), record.table(["program", *TARGETS], lines)])
+
+
 def main() -> None:
-    options = record.parser(__doc__, MAKES, TARGETS).parse_args()
+    options = record.options(record.parser(__doc__, MAKES, TARGETS), markdown)
     jobs = [
         {"step": step, "target": target}
         for step in options.step or MAKES
