@@ -3,7 +3,6 @@
 from jdelta._spill.adapter import Adapter as Adapter
 from jdelta._spill.callbacks import by_callback as by_callback
 from jdelta._spill.errors import named_errors as named_errors
-from jdelta._spill.ops import prefetch as prefetch
 from jdelta._spill.ops import read as read
 from jdelta._spill.ops import write as write
 from jdelta._spill.options import Spill as Spill

@@ -13,7 +13,7 @@ from jdelta._errors import SpillError
 from jdelta._spill import _build
 from jdelta._spill.adapter import TRANSFER
 
-WRITE, READ, PREFETCH = "jdelta_spill_write", "jdelta_spill_read", "jdelta_spill_prefetch"
+WRITE, READ = "jdelta_spill_write", "jdelta_spill_read"
 """The custom calls of traced operations."""
 
 
@@ -59,7 +59,7 @@ def library() -> ctypes.CDLL:
         move.argtypes = [number, ctypes.POINTER(Key), ctypes.c_void_p, number, text, number]
     native.jdelta_spill_checksum.restype = ctypes.c_uint64
     native.jdelta_spill_checksum.argtypes = [text, number]
-    for name in (WRITE, READ, PREFETCH):
+    for name in (WRITE, READ):
         target = jax.ffi.pycapsule(getattr(native, name))
         jax.ffi.register_ffi_target(name, target, platform="cpu")
     return native

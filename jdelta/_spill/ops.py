@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdelta._errors import SpillError
 from jdelta._spill import callbacks
-from jdelta._spill.library import PREFETCH, READ, WRITE
+from jdelta._spill.library import READ, WRITE
 from jdelta._spill.store import Store
 
 
@@ -83,28 +83,6 @@ def read(
 
     specs = (PartitionSpec(), PartitionSpec())
     return _on_each(call, sharding, specs, _spec(sharding))(token, _scalar(row))
-
-
-def prefetch(
-    store: Store,
-    token: jax.Array,
-    *,
-    slot: int,
-    row: Any = 0,
-    sharding: NamedSharding | None = None,
-) -> jax.Array:
-    """Begins to bring back what will be read, if there is memory for it; returns that token.
-
-    The store does so by itself for what was written before what is read, so this is only of use
-    where reads come in another order.
-    """
-
-    def call(token: jax.Array, row: jax.Array) -> jax.Array:
-        prefetch = jax.ffi.ffi_call(PREFETCH, _result((), jnp.int32, token))
-        return prefetch(token, _like(row, token), **_attributes(store, slot))
-
-    specs = (PartitionSpec(), PartitionSpec())
-    return _on_each(call, sharding, specs, PartitionSpec())(token, _scalar(row))
 
 
 def _on_each(

@@ -68,13 +68,6 @@ ffi::Future Read(ffi::RunId run, int32_t device, int64_t id, int64_t slot, Scala
   });
 }
 
-ffi::Future Prefetch(ffi::RunId run, int32_t device, int64_t id, int64_t slot, Scalar given,
-                     Scalar row, ffi::Result<Scalar> token) {
-  *token->typed_data() = *given.typed_data();
-  Key key{run.run_id, device, slot, *row.typed_data()};
-  return Answer(id, [&](Store& store, Done) { return store.Prefetch(key); });
-}
-
 // What every handler is given first.
 auto Bound() {
   return ffi::Ffi::Bind()
@@ -89,7 +82,6 @@ auto Bound() {
 
 JDELTA_EXPORT XLA_FFI_Error* jdelta_spill_write(XLA_FFI_CallFrame* frame);
 JDELTA_EXPORT XLA_FFI_Error* jdelta_spill_read(XLA_FFI_CallFrame* frame);
-JDELTA_EXPORT XLA_FFI_Error* jdelta_spill_prefetch(XLA_FFI_CallFrame* frame);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_write, jdelta::Write,
                               jdelta::Bound()
@@ -102,9 +94,3 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_read, jdelta::Read,
                                   .Arg<jdelta::Scalar>()
                                   .Arg<jdelta::Scalar>()
                                   .Ret<xla::ffi::AnyBuffer>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_prefetch, jdelta::Prefetch,
-                              jdelta::Bound()
-                                  .Arg<jdelta::Scalar>()
-                                  .Arg<jdelta::Scalar>()
-                                  .Ret<jdelta::Scalar>());

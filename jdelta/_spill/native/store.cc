@@ -41,16 +41,6 @@ std::optional<Status> Store::Read(const Key& key, void* data, size_t bytes, Done
   return CopyOut(lock, entry, std::move(done));
 }
 
-Status Store::Prefetch(const Key& key) {
-  if (Status status = Usable(); !status.empty()) return status;
-  Lock lock(mutex_);
-  auto found = entries_.find(key);
-  if (found == entries_.end()) return Status();  // the read will say what is wrong
-  for (size_t i = 0; i < found->second->chunks.size(); ++i) BringAhead(found->second, i);
-  changed_.notify_all();
-  return Status();
-}
-
 Status Store::Usable() const {
   // The threads are the other process's, and the lock may be held for ever.
   if (getpid() == process_) return Status();

@@ -72,9 +72,6 @@ class Store : public std::enable_shared_from_this<Store> {
   std::optional<Status> Write(const Key& key, const void* data, size_t bytes, Done done);
   std::optional<Status> Read(const Key& key, void* data, size_t bytes, Done done);
 
-  // Brings a tensor back before it is read, if there is memory for it.
-  Status Prefetch(const Key& key);
-
   // Returns when all that was to be written is written; then forgets what memory still has of it.
   void Settle();
 
