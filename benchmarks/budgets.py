@@ -39,9 +39,13 @@ SMALL: dict[str, dict[str, Any]] = {
 
 LARGE = (
     *("gpt2-large scanned", "gpt2-xl scanned", "bert-large scanned", "t5-large scanned"),
-    *("vit-l scanned", "resnet101", "mixtral scanned"),
+    *("vit-l scanned", "resnet101"),
 )
-STEPS = {**SMALL, **{name: steps.STEPS[name] for name in LARGE}}
+STEPS = {
+    **SMALL,
+    **{name: steps.STEPS[name] for name in LARGE},
+    "mixtral scanned": {**steps.STEPS["mixtral scanned"], "batch": 4},
+}
 SHARES = (0.8, 0.6, 0.5, 0.4)
 SWEEP = tuple(i / 20 for i in range(1, 21))
 TARGETS = ("tpu:v5e:2x2", "cuda:h100")
@@ -62,7 +66,7 @@ HEADS = "step target budget plain floor predicted compiled error use overhead co
 def cells(r: Row) -> list[str]:
     """One line of the table; sizes in MiB."""
     if "error" in r:
-        rest = [mib(r["plain"]), mib(r["floor"]), "-", "below floor", *"----"]
+        rest = [mib(r["plain"]), mib(r["floor"]), "-", _refusal(r), *"----"]
     else:
         rest = [
             mib(r["plain"]),
@@ -83,7 +87,7 @@ def markdown(rows: list[Row]) -> str:
     for (step, target), found in record.grouped(rows).items():
         group = {r["share"]: r for r in found}
         plain = found[0]["plain"]
-        compiled = [r["floor"] for r in group.values() if "floor" not in r.get("estimates", ())]
+        compiled = compiled_floors(found)
         floor = str(min(compiled) >> 20) if compiled else "not compiled"
         cells = [_cell(group.get(share)) for share in SHARES]
         lines.append([step, target, str(plain >> 20), floor, *cells])
@@ -91,14 +95,23 @@ def markdown(rows: list[Row]) -> str:
     return record.table(heads, lines)
 
 
+def compiled_floors(rows: list[Row]) -> list[int]:
+    """The floors that were compiled, bytes."""
+    return [r["floor"] for r in rows if r["floor"] and "floor" not in r.get("estimates", ())]
+
+
 def _cell(r: Row | None) -> str:
     """Compiled peak, its prediction's error and the predicted overhead of one plan."""
     if r is None:
         return "not run"
     if "error" in r:
-        return "below floor"
+        return _refusal(r)
     off = r["predicted_peak"] / r["compiled_peak"] - 1
     return f"{r['compiled_peak'] >> 20} ({off:+.1%}, {r['overhead'] / r['step_seconds']:.1%})"
+
+
+def _refusal(r: Row) -> str:
+    return "below floor" if r["floor"] else "over memory"
 
 
 VERDICT = (

@@ -8,6 +8,7 @@ Reads the rows of `benchmarks.budgets`; runs nothing.
 from pathlib import Path
 
 from benchmarks import record
+from benchmarks.budgets import compiled_floors
 from benchmarks.record import Row
 
 RESULTS = Path(__file__).parent / "results"
@@ -26,8 +27,8 @@ def cells(rows: list[Row]) -> list[str]:
     """One line: what the budgets of one step on one target came to."""
     planned = sorted((r for r in rows if r.get("compiles")), key=lambda r: r["share"])
     least, most = planned[0], planned[-1]
-    compiled = [r["floor"] for r in rows if "floor" not in r.get("estimates", ())]
-    floor = min(compiled or [r["floor"] for r in rows])
+    compiled = compiled_floors(rows)
+    floor = min(compiled or [r["floor"] for r in rows if r["floor"]])
     return [
         most["step"],
         most["target"],
