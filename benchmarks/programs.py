@@ -53,7 +53,7 @@ class Program:
     graph: Graph
     lower: Callable[[], jax.stages.Lowered]
     target: Target
-    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    options: Mapping[str, str | bool] = field(default_factory=dict[str, str | bool])
 
     @functools.cached_property
     def measured(self) -> Measurement:

@@ -79,7 +79,7 @@ class Emission:
     policy: Policy | None
     timeline: Timeline
     lower: Callable[[], jax.stages.Lowered]
-    options: Mapping[str, str]
+    options: Mapping[str, str | bool]
     simulated: int
     spilled: Emitted
     pool: int = 0
@@ -215,14 +215,19 @@ def _again(
     return jax.jit(planned, donate_argnums=step.donate).trace(*step.args)
 
 
-def _options(target: Target, policy: Policy | None, needed: int) -> dict[str, str]:
+def _options(target: Target, policy: Policy | None, needed: int) -> dict[str, str | bool]:
     """Options of XLA that make it do what the policy says, for this one program.
+
+    CUDA: XLA runs transfers beside compute by itself for Hopper and newer GPUs only; on an A100
+    each would end where it starts (``benchmarks/offload.py``: nothing hidden, else 82 to 96 %).
 
     TPU, outside of loops: to hide transfers its scheduler takes what memory it sees, so it is told
     of as much as the simulation says is ``needed`` (a wish that it may exceed), or of none where
     the least memory is wanted. XLA's own rematerialisation takes the same figure for a limit and
     would recompute all it can (24 % more compute on an MLP, its peak the same), so it is off.
     """
+    if policy is not None and policy.offloaded and target.platform == "cuda":
+        return {"xla_gpu_enable_latency_hiding_scheduler": True}
     if policy is None or target.platform != "tpu" or not policy.offloads_outside_loops:
         return {}
     room = 0 if policy.least else needed
