@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import TARGETS
+from compilers import TARGETS, needs_cuda
 
 import jdelta
 from benchmarks.models import build
@@ -329,8 +329,12 @@ def test_models_train_the_same_with_everything_offloaded(model, scan, platform):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6 * largest)
 
 
+AMPERE = pytest.param("cuda:a100", marks=needs_cuda)
+"""Where XLA runs nothing beside compute unless it is told to."""
+
+
 @pytest.mark.compiler
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [*TARGETS, AMPERE])
 def test_unrolled_offload_works(target):
     if refusal := resolve(target).offload_refusal:
         pytest.skip(refusal)
@@ -372,7 +376,7 @@ def narrowing(ws, x):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [*TARGETS, AMPERE])
 def test_transfers_of_a_loop_run_behind_compute(target):
     if refusal := resolve(target).offload_refusal:
         pytest.skip(refusal)
