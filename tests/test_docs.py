@@ -93,16 +93,15 @@ def test_scripts_that_pages_name_exist(page):
         assert (ROOT / script).exists(), script
 
 
+SAME_NAME = (
+    *("hand_policies", "max_batch", "offload", "per_layer", "resident", "rok", "savings"),
+    *("sharded", "simulation", "throttled", "unmarked", "updates"),
+)
 TABLES = {
-    **{f"budgets-{target}": "budgets" for target in ("cuda-h100", "tpu-v5e")},
-    **{
-        name: name
-        for name in (
-            *("hand_policies", "max_batch", "offload", "per_layer", "resident", "rok", "savings"),
-            *("sharded", "simulation", "throttled", "unmarked", "updates"),
-        )
-    },
+    "budgets-cuda-h100": "budgets",
+    "budgets-tpu-v5e": "budgets",
     "transfers": "xla.transfers",
+    **{name: name for name in SAME_NAME},
 }
 """From files of results to the scripts that print the tables of the docs from them."""
 
