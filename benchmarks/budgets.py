@@ -35,7 +35,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "vit-b": {"name": "vit-b", "batch": 64},
     "gpt2 unrolled": {"name": "gpt2", "batch": 8, "length": 512},
 }
-"""Steps that compile in a minute or less."""
+"""Small relatives of the published shapes."""
 
 LARGE = (
     *("gpt2-large scanned", "gpt2-xl scanned", "bert-large scanned", "t5-large scanned"),

@@ -27,13 +27,14 @@ def cells(rows: list[Row]) -> list[str]:
     """One line: what the budgets of one step on one target came to."""
     planned = sorted((r for r in rows if r.get("compiles")), key=lambda r: r["share"])
     least, most = planned[0], planned[-1]
+    at_80 = most["share"] == 0.8  # else that budget was refused
     compiled = compiled_floors(rows)
     floor = min(compiled or [r["floor"] for r in rows if r["floor"]])
     return [
         most["step"],
         most["target"],
         ("" if compiled else "~") + record.share(floor, most["plain"]),
-        record.share(most["overhead"], most["step_seconds"]),
+        record.share(most["overhead"], most["step_seconds"]) if at_80 else "refused",
         f"{least['share']:.0%}",
         record.share(least["overhead"], least["step_seconds"]),
         f"{max(r['seconds'] for r in rows):.0f} s",

@@ -226,9 +226,11 @@ def _options(target: Target, policy: Policy | None, needed: int) -> dict[str, st
     the least memory is wanted. XLA's own rematerialisation takes the same figure for a limit and
     would recompute all it can (24 % more compute on an MLP, its peak the same), so it is off.
     """
-    if policy is not None and policy.offloaded and target.platform == "cuda":
+    if policy is None or not policy.offloaded:
+        return {}
+    if target.platform == "cuda":
         return {"xla_gpu_enable_latency_hiding_scheduler": True}
-    if policy is None or target.platform != "tpu" or not policy.offloads_outside_loops:
+    if target.platform != "tpu" or not policy.offloads_outside_loops:
         return {}
     room = 0 if policy.least else needed
     return {
