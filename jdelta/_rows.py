@@ -21,6 +21,7 @@ from jax import lax
 
 from jdelta import _jax
 from jdelta._jax import Eqn, Jaxpr, Var
+from jdelta._marks import RECOMPUTE
 from jdelta._naming import RegionName
 from jdelta._scan import Scan
 
@@ -158,14 +159,23 @@ def _last_uses(inner: Jaxpr) -> Mapping[Var, int]:
 
 
 def _units(eqns: Sequence[Eqn]) -> list[str]:
-    """The unit that each equation of a backward loop is in or before: what has a name next."""
-    units: list[str] = []
+    """The unit that each equation of a backward loop is in.
+
+    Of what is computed again that is the unit of the next name; gradients follow, up to what is
+    computed again for the next unit.
+    """
+    again: list[str | None] = []
     unit = ""
     for eqn in reversed(eqns):
         name = _jax.named_value(eqn)
         unit = name.region if isinstance(name, RegionName) else unit
+        again.append(unit if RECOMPUTE in _jax.name_stack(eqn) else None)
+    units: list[str] = []
+    unit = ""
+    for name in reversed(again):
+        unit = unit if name is None else name
         units.append(unit)
-    return units[::-1]
+    return units
 
 
 def _part(loop: Scan, stacked: Any) -> _Parts | None:

@@ -149,6 +149,24 @@ def test_weights_are_not_stacked_again(marked):
     assert left <= kept - weights
 
 
+def test_a_layer_of_a_backward_loop_begins_when_those_after_it_are_through():
+    """Between two layers there are gradients and the carry, nothing from inside of one."""
+    step, args = plain(64, 32, scan=True)
+    found = trace(step, *args, grouping=Grouping(2))
+    values = [v.name for g in found.regions for v in residuals(g, resolve("tpu:v5e:2x2"))]
+    kept = {f"{g.name}/mul": Decision.SAVE for g in found.regions}  # gradients alone read these
+    assert kept.keys() <= set(values)
+    decisions = dict.fromkeys(values, Decision.RECOMPUTE) | kept
+    traced = jax.make_jaxpr(under(found, decisions, step))(*args)
+    again = functools.partial(_rows.evaluate, _jax.inline(traced))
+    _, backward = loops(jax.make_jaxpr(again)(*jax.tree.leaves(args)))
+    eqns = _jax.open_jaxpr(backward.params["jaxpr"]).eqns
+    barriers = [e.invars for e in eqns if e.primitive.name == "optimization_barrier"]
+    begun = [shapes for vs in barriers if () in (shapes := [v.aval.shape for v in vs])]
+    index, carry, gradients = (), (64, 32), (2, 32, 32)
+    assert begun == [[index], [carry, gradients, gradients, index]]
+
+
 # Plans
 
 
