@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ _UNITS = {"": 1} | {
 }
 _UNITS["B"] = 1
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([A-Za-z%]*)\s*")
+
+_FEW = 1024
+"""Bytes that no step fits: a float from one up to here is a share that was meant otherwise."""
 
 _EXPECTED = (
     "expected bytes (an int), a size such as '14GiB' or '14GB', or a share of the "
@@ -43,15 +47,26 @@ def parse_budget(budget: object) -> Budget:
     """
     if isinstance(budget, str):
         return _parse_text(budget)
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise BudgetError(f"budget: {_EXPECTED}; got {budget!r}")
-    if not math.isfinite(budget) or budget <= 0:
+    number = budget if isinstance(budget, float) else _integer(budget)
+    if not math.isfinite(number) or number <= 0:
         raise BudgetError(f"budget must be above zero; got {budget!r}; {_EXPECTED}")
-    if isinstance(budget, int):
-        return Budget(bytes=budget)
-    if budget <= 1:
-        return Budget(share=budget)
-    return Budget(bytes=int(budget))
+    if isinstance(number, int):
+        return Budget(bytes=number)
+    if number <= 1:
+        return Budget(share=number)
+    if number < _FEW:
+        raise BudgetError(f"budget {budget!r}: a share is at most 1.0; {_EXPECTED}")
+    return Budget(bytes=int(number))
+
+
+def _integer(budget: object) -> int:
+    """A budget that is an integer of some kind (NumPy's too); truth values are none."""
+    try:
+        if isinstance(budget, bool):
+            raise TypeError
+        return operator.index(budget)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise BudgetError(f"budget: {_EXPECTED}; got {budget!r}") from None
 
 
 def parse_host_budget(host_budget: object) -> int:

@@ -1,5 +1,7 @@
 """What may become of a residual between the forward pass and its use in the backward pass."""
 
+from __future__ import annotations
+
 import enum
 
 
@@ -17,3 +19,7 @@ class Decision(enum.Enum):
 
     RECOMPUTE = "recompute"
     """Dropped, and computed again in the backward pass from what is left."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Decision:
+        raise ValueError(f"{value!r} is no decision; expected {', '.join(d.value for d in cls)}")

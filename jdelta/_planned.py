@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.core import Tracer
 
 from jdelta._call import Call, call_of, described, difference
 from jdelta._drift import Drift
@@ -94,8 +95,14 @@ def _check_arguments(plan: Plan, call: Call) -> None:
     """Compare a call's arguments with those that a plan was made for.
 
     Raises:
-        PlanMismatchError: They have other shapes, dtypes or shardings: says which.
+        PlanMismatchError: They have other shapes, dtypes or shardings: says which. Or JAX is
+            tracing them.
     """
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(call.args)):
+        raise PlanMismatchError(
+            "A planned step is compiled: jax.jit, jax.grad and jax.vmap cannot take it apart. Call "
+            "it with arrays, or plan the function that is jitted around it."
+        )
     placed = call.abstract(resolve_planned(plan.target, call.args)).args
     changed = difference(plan.arguments, described(placed))
     if changed:

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from jdelta import BudgetError
@@ -14,6 +15,7 @@ from jdelta._budget import Budget, parse_budget
         ("1.5 MiB", Budget(bytes=3 * 2**19)),
         ("512 B", Budget(bytes=512)),
         ("512", Budget(bytes=512)),
+        (np.int64(10**10), Budget(bytes=10**10)),
         (2e9, Budget(bytes=2 * 10**9)),
         (0.5, Budget(share=0.5)),
         (1.0, Budget(share=1.0)),
@@ -37,8 +39,10 @@ def test_what_is_understood(given, expected):
         ("a lot", "not understood"),
         ("-3GiB", "not understood"),
         ("120%", "at most at 100%"),
+        (1.2, "at most 1.0"),
         ("0%", "above 0%"),
         (True, "expected bytes"),
+        (np.True_, "expected bytes"),
         ([1], "expected bytes"),
     ],
 )

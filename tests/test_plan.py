@@ -219,7 +219,7 @@ def test_pinned_decisions():
         jdelta.plan(step, 0.6, *arguments(), pin={"nothing": "save"})
     with pytest.raises(PlanMismatchError, match="cannot be offloaded"):
         jdelta.plan(step, 0.6, *arguments(), pin={"layer/tanh": Decision.OFFLOAD})
-    with pytest.raises(ValueError, match="'away' is not a valid Decision"):
+    with pytest.raises(ValueError, match="'away' is no decision; expected save, offload"):
         jdelta.plan(step, 0.6, *arguments(), pin={"layer/tanh": "away"})
 
 
@@ -290,3 +290,9 @@ def test_unknown_target_and_missing_device():
 def test_arguments_of_other_shapes(half):
     with pytest.raises(PlanMismatchError, match="other shapes, dtypes or shardings"):
         half.jit()(*arguments(rows=64))
+
+
+def test_a_planned_step_under_a_transformation(half):
+    for planned in (half.jit(), jdelta.jit(step, budget=0.5)):
+        with pytest.raises(PlanMismatchError, match="cannot take it apart"):
+            jax.jit(planned)(*arguments())
