@@ -3,8 +3,9 @@
 For each step, target and hand policy: the policy's own compiled peak becomes the budget of a plan,
 and the seconds that both add to the plain step are compared. Both are predicted by the same cost
 model: the traced program less the plain program, and copies to and from the host as far as the
-compiled schedule exposes them. The estimate is what the plan's own items add up to. Nothing is run
-on a device.
+compiled schedule exposes them. *plan/hand* is the plan's step over the hand policy's by another
+reading: the instructions of both compiled programs, fusions as XLA makes them. The estimate is what
+the plan's own items add up to. Nothing is run on a device.
 
     python -m benchmarks.hand_policies --step "gpt2 scanned" --target cuda:h100 --json rows.json
 """
@@ -15,7 +16,9 @@ import jdelta
 from benchmarks import policies, programs, record, steps
 from benchmarks.record import Row, mib, share
 
-HEADS = "step target policy peak host overhead plan/peak plan/host plan/overhead estimate".split()
+HEADS = (
+    "step target policy peak host overhead plan/peak plan/host plan/overhead plan/hand estimate"
+).split()
 
 
 def row(step: str, target: str, policy: str, **options: Any) -> Row:
@@ -33,8 +36,15 @@ def row(step: str, target: str, policy: str, **options: Any) -> Row:
         return {"skipped": refusal}
     hand = programs.traced(policies.build(policy, step, **options), target)
     budget = min(hand.measured.peak, plain.target.memory)
-    planned, _ = programs.plan(steps.build(step, remat=jdelta.remat, **options), budget, target)
-    return {"plain_seconds": plain.price.seconds, "hand": hand.figures(), "plan": planned}
+    case = steps.build(step, remat=jdelta.remat, **options)
+    planned, plan = programs.plan(case, budget, target)
+    if plan:
+        planned["scheduled"] = programs.planned(case, plan).scheduled
+    return {
+        "plain_seconds": plain.price.seconds,
+        "hand": {**hand.figures(), "scheduled": hand.scheduled},
+        "plan": planned,
+    }
 
 
 def cells(r: Row) -> list[str]:
@@ -52,6 +62,7 @@ def cells(r: Row) -> list[str]:
         mib(plan["compiled_peak"]),
         mib(plan["host_bytes"]),
         share(plan["price"]["seconds"] - plain, plain),
+        f"{plan['scheduled'] / hand['scheduled']:.3f}x" if hand["scheduled"] else "refused",
         share(plan["overhead"], plan["step_seconds"]),
     ]
 

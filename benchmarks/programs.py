@@ -15,7 +15,9 @@ from jdelta._call import call_of
 from jdelta._cost import program_seconds
 from jdelta._emit import emit
 from jdelta._graph import Graph, graph_of
+from jdelta._hlo import parse
 from jdelta._measure import Measurement, measure
+from jdelta._overlap import read_overlap
 from jdelta._planned import step_of
 from jdelta._shardy import shardings_of
 from jdelta._target import Target, resolve
@@ -61,8 +63,17 @@ class Program:
         return measure(self.lower(), self.target, self.options)[1]
 
     @functools.cached_property
+    def scheduled(self) -> float | None:
+        """Predicted seconds of its compiled instructions; None if the compiler refuses it."""
+        compiled, _ = measure(self.lower(), self.target, self.options, executable=True)
+        if compiled is None:
+            return None
+        overlap = read_overlap(parse(compiled.as_text() or ""), self.target.rates)
+        return overlap.compute + overlap.exposed
+
+    @functools.cached_property
     def price(self) -> Price:
-        """Predicted seconds."""
+        """Predicted seconds of its operations as traced."""
         compute = program_seconds(self.graph, self.target.rates, self.target.platform)
         overlap = self.measured.overlap
         return Price(compute, overlap.bytes_out, overlap.bytes_in, compute + overlap.exposed)
