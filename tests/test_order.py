@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.order import problem as step_problem
 from jdelta._order import Problem, Tensor, arena, arrange, layout
 from jdelta._order.bound import cut, forced, lower_bound
 from jdelta._order.exact import solved
@@ -250,6 +251,14 @@ def test_bound_counts_one_of_two_where_either_has_to_be_there():
 def test_long_lived_tensors_lie_below():
     sizes, first, last = np.array([[10, 10, 10], [0, 1, 2], [200, 1, 2]])
     assert layout(sizes, first, last).tolist() == [0, 10, 10]
+
+
+def test_few_large_tensors_lie_close_together():
+    """Two Mixtral blocks: a few hundred tensors of up to a sixth of the peak, many of one size."""
+    problem = step_problem("mixtral", batch=1)
+    found = arrange(problem)
+    offsets = layout(problem.bytes, *problem.lives(found.order))
+    assert arena(problem.bytes, offsets) <= 1.01 * found.peak
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 Long-lived tensors first, from the bottom, then the others; in each class by decreasing size, each
 into the gap that it fits best (ROAM's layout, reconstructed). What is so small that it cannot
-matter is stacked on top.
+matter is stacked on top. Where that leaves too much unused, large tensors that end up high change
+places with others, at random, as long as no more memory is taken.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ TIGHT = 1.002
 LOOSE = 1.005
 """Times what is alive at once from which on it is worth many tries."""
 
-FEW = 20_000
-"""Tensors placed in all then."""
+LARGE = 1 / 256
+"""Part of what is alive at once from which on a tensor changes places with others then."""
+
+STARTS, PLACED = 4, 50_000
+"""How often the search begins anew, and how many tensors it places in all."""
 
 
 def layout(sizes: Ints, first: Ints, last: Ints) -> Ints:
@@ -45,7 +49,10 @@ def layout(sizes: Ints, first: Ints, last: Ints) -> Ints:
         if arena(sizes, tried[-1]) <= TIGHT * least:
             return tried[-1]
     if min(arena(sizes, offsets) for offsets in tried) > LOOSE * least:
-        tried += _lowered(sizes, first, last, least)
+        for offsets in _searched(sizes, first, last, least):
+            tried.append(offsets)
+            if arena(sizes, offsets) <= LOOSE * least:
+                break
     return min(tried, key=lambda offsets: arena(sizes, offsets))
 
 
@@ -54,22 +61,40 @@ def arena(sizes: Ints, offsets: Ints) -> int:
     return int((offsets + sizes).max(initial=0))
 
 
-def _lowered(sizes: Ints, first: Ints, last: Ints, least: int) -> Iterator[Ints]:
-    """Layouts by size, each with what reached above the least of the one before placed first."""
-    order = np.lexsort((first - last, -sizes))
-    for _ in range(FEW // max(1, len(sizes))):
-        offsets = np.zeros(len(sizes), dtype=np.int64)
-        rows = _Rows()
-        for index in order:
-            taken = rows.meeting(int(first[index]), int(last[index]))
-            offsets[index] = _best_gap(taken, int(sizes[index]))
-            end = int(offsets[index] + sizes[index])
-            rows.add(int(first[index]), int(last[index]), int(offsets[index]), end)
-        yield offsets
-        above = (offsets + sizes)[order] > TIGHT * least
-        if not above.any():
-            break
-        order = np.concatenate([order[above], order[~above]])
+def _searched(sizes: Ints, first: Ints, last: Ints, least: int) -> Iterator[Ints]:
+    """Layouts of large tensors, long-lived ones first but for those moved ahead, and the rest."""
+    by_life, by_size = np.lexsort((-sizes, first - last)), np.lexsort((first - last, -sizes))
+    is_large = sizes >= LARGE * least
+    large, rest = by_life[is_large[by_life]], by_size[~is_large[by_size]]
+
+    def ends_of(order: Ints) -> Ints:
+        return _placed(order, sizes, first, last) + sizes
+
+    for seed in range(STARTS):
+        random = np.random.default_rng(seed)
+        order, ends = large, ends_of(large)
+        for _ in range(PLACED // STARTS // max(1, len(large))):
+            high = np.flatnonzero(ends[order] > TIGHT * least)
+            if not high.any():
+                break
+            place = random.choice(high[high > 0])
+            ahead = np.insert(np.delete(order, place), random.integers(place), order[place])
+            moved = ends_of(ahead)
+            if moved.max() <= ends.max():
+                order, ends = ahead, moved
+        yield _placed(np.concatenate([order, rest]), sizes, first, last)
+
+
+def _placed(order: Ints, sizes: Ints, first: Ints, last: Ints) -> Ints:
+    """Offsets of tensors placed in an order, each into the gap that it fits best; else zero."""
+    offsets = np.zeros(len(sizes), dtype=np.int64)
+    rows = _Rows()
+    for index in order:
+        taken = rows.meeting(int(first[index]), int(last[index]))
+        offsets[index] = _best_gap(taken, int(sizes[index]))
+        end = int(offsets[index] + sizes[index])
+        rows.add(int(first[index]), int(last[index]), int(offsets[index]), end)
+    return offsets
 
 
 def _layout(sizes: Ints, first: Ints, last: Ints, short: int) -> Ints:
