@@ -82,7 +82,9 @@ def cells(r: Row) -> list[str]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The rows as the docs show them: sizes in MiB, one line a step and target."""
+    """The rows as the docs show them: one line a step and target, sizes in MiB, or of a sweep."""
+    if any(r["share"] in set(SWEEP) - set(SHARES) for r in rows):
+        return record.table(VERDICT, map(verdict, record.grouped(rows).values()))
     lines: list[list[str]] = []
     for (step, target), found in record.grouped(rows).items():
         group = {r["share"]: r for r in found}
@@ -115,8 +117,8 @@ def _refusal(r: Row) -> str:
 
 
 VERDICT = (
-    *("step", "target", "budgets", "plans", "over budget", "slower than below", "use >= 97%"),
-    *("error", "compiles"),
+    *("step", "target", "budgets", "plans", "over budget", "slower than a smaller budget's"),
+    *("97 % used, or nothing recomputed", "error", "compiles"),
 )
 
 

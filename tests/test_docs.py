@@ -100,6 +100,7 @@ SAME_NAME = (
 TABLES = {
     "budgets-cuda-h100": "budgets",
     "budgets-tpu-v5e": "budgets",
+    "sweep": "budgets",
     "transfers": "xla.transfers",
     **{name: name for name in SAME_NAME},
 }
