@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import re
@@ -61,12 +62,10 @@ def parse_budget(budget: object) -> Budget:
 
 def _integer(budget: object) -> int:
     """A budget that is an integer of some kind (NumPy's too); truth values are none."""
-    try:
-        if isinstance(budget, bool):
-            raise TypeError
-        return operator.index(budget)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        raise BudgetError(f"budget: {_EXPECTED}; got {budget!r}") from None
+    with contextlib.suppress(TypeError):
+        if not isinstance(budget, bool):
+            return operator.index(budget)  # pyright: ignore[reportArgumentType]
+    raise BudgetError(f"budget: {_EXPECTED}; got {budget!r}")
 
 
 def parse_host_budget(host_budget: object) -> int:

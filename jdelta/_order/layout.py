@@ -2,8 +2,8 @@
 
 Long-lived tensors first, from the bottom, then the others; in each class by decreasing size, each
 into the gap that it fits best (ROAM's layout, reconstructed). What is so small that it cannot
-matter is stacked on top. Where that leaves too much unused, large tensors that end up high change
-places with others, at random, as long as no more memory is taken.
+matter is stacked on top. Where that leaves too much unused, large tensors that end up high are put
+ahead of others, at random, as long as no more memory is taken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOSE = 1.005
 """Times what is alive at once from which on it is worth many tries."""
 
 LARGE = 1 / 256
-"""Part of what is alive at once from which on a tensor changes places with others then."""
+"""Part of what is alive at once from which on a tensor may be put ahead of others then."""
 
 STARTS, PLACED = 4, 50_000
 """How often the search begins anew, and how many tensors it places in all."""
