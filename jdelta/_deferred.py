@@ -10,7 +10,7 @@ from typing import Any
 from jdelta._call import Call, call_of, several
 from jdelta._errors import PlanMismatchError
 from jdelta._plan import Plan
-from jdelta._planned import PlannedStep
+from jdelta._planned import PlannedStep, refuse_tracers
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class _Deferred:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._call_of(args, kwargs)
         if call.key not in self._steps:
+            refuse_tracers(call)  # before minutes of planning
             plan = self._plan_of(call)
             self.plans.append(plan)
             self._steps[call.key] = plan.jit()

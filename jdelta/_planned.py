@@ -91,6 +91,19 @@ class PlannedStep:
         return results
 
 
+def refuse_tracers(call: Call) -> None:
+    """Say what to do about a call whose arguments JAX is tracing.
+
+    Raises:
+        PlanMismatchError: It is one.
+    """
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(call.args)):
+        raise PlanMismatchError(
+            "A planned step is compiled: jax.jit, jax.grad and jax.vmap cannot take it apart. Call "
+            "it with arrays, or plan the function that is jitted around it."
+        )
+
+
 def _check_arguments(plan: Plan, call: Call) -> None:
     """Compare a call's arguments with those that a plan was made for.
 
@@ -98,11 +111,7 @@ def _check_arguments(plan: Plan, call: Call) -> None:
         PlanMismatchError: They have other shapes, dtypes or shardings: says which. Or JAX is
             tracing them.
     """
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(call.args)):
-        raise PlanMismatchError(
-            "A planned step is compiled: jax.jit, jax.grad and jax.vmap cannot take it apart. Call "
-            "it with arrays, or plan the function that is jitted around it."
-        )
+    refuse_tracers(call)
     placed = call.abstract(resolve_planned(plan.target, call.args)).args
     changed = difference(plan.arguments, described(placed))
     if changed:
