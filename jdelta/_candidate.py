@@ -14,6 +14,7 @@ from jdelta._format import format_array, format_bytes, format_some
 from jdelta._graph import labels
 from jdelta._measure import Measurement
 from jdelta._peak import Timeline
+from jdelta._residual import Residual
 from jdelta._solution import Outcome
 
 GOOD_USE = 0.97
@@ -56,7 +57,7 @@ class Found:
     Attributes:
         best: The plan to use.
         budget: The budget in bytes.
-        floor: Least peak that recomputing everything reaches; the plain step's where that fits.
+        floor: Least peak that recompute reaches; the plain step's where that fits.
         ceiling: Peak of the plain step.
         estimates: Which of "floor" and "ceiling" were not compiled, so are predictions.
         compiles: How many programs were compiled (or read from the cache of measurements).
@@ -107,15 +108,21 @@ def wrong_order(fetches: Sequence[str]) -> str:
     )
 
 
-def too_small(bound: int, floor: Candidate, platform: str) -> BudgetError:
+def too_small(
+    bound: int, floor: Candidate, residuals: Sequence[Residual], platform: str
+) -> BudgetError:
     """The error of a budget below the floor."""
+    decisions = floor.decisions or {}
+    inside = (r for r in residuals if not r.boundary and decisions[r.name] is Decision.SAVE)
+    kept = sum(r.bytes for r in inside)
+    few = f" but {format_bytes(kept)}" if kept else ""
     host, undone = (m.host, m.undone) if (m := floor.measurement) else (0, ())
     away = f" and {format_bytes(host)} on the host" if host else ""
     if files := floor.emission.spilled.bytes:
         away += f" or in files ({format_bytes(files)})"
     return BudgetError(
         f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed"
-        f"{away} the step still needs {format_bytes(floor.peak)} per device"
+        f"{few}{away} the step still needs {format_bytes(floor.peak)} per device"
         f"{_largest(floor.emission.timeline)}. Raise the budget to the floor, donate the state "
         "(donate_argnums), make the batch smaller, or mark smaller units with jdelta.remat."
         f"{_merged(undone) if platform == 'cpu' else ''}",

@@ -56,8 +56,8 @@ class Plan:
         spill_written: Bytes per device that a step writes to files; in loops around the gradient
             that is more.
         overlap: What the compiled schedule hides of the transfers, by the target's rates.
-        floor: Least peak that recomputing everything reaches, bytes; that of the plain step where
-            the plain step fits.
+        floor: Least peak that recompute reaches, bytes; that of the plain step where the plain step
+            fits.
         ceiling: Peak of the plain step, bytes.
         estimates: Which of ``floor`` and ``ceiling`` are predictions, since finding the plan took
             no compile of theirs. The floor in a ``BudgetError`` is always compiled.
