@@ -12,7 +12,8 @@ from jdelta._order import Problem, Tensor, arena, arrange, layout
 from jdelta._order.bound import cut, forced, lower_bound
 from jdelta._order.exact import solved
 from jdelta._order.lists import late
-from jdelta._order.segments import CORE, branches, separators
+from jdelta._order.problem import CORE
+from jdelta._order.segments import separators
 from jdelta._order.tails import early, updated_early
 from jdelta._order.validate import complaints
 
@@ -131,14 +132,14 @@ def test_branches_lead_to_one_end(problem):
         after = problem.successors[index]
         return set().union(*map(ends, after)) if after else {index}
 
-    for index, branch in enumerate(branches(problem)):
+    for index, branch in enumerate(problem.branches):
         assert (branch == CORE) == (len(ends(index)) > 1)
         assert branch == CORE or ends(index) == {branch}
 
 
 @given(problems(), st.integers(0, 100))
 def test_passes_keep_to_the_dependences(problem, target):
-    waits = {branch: len(problem) for branch in branches(problem)[::2] if branch != CORE}
+    waits = {branch: len(problem) for branch in problem.branches[::2] if branch != CORE}
     for order in (
         late(problem, problem.program),
         early(problem, problem.program),
@@ -232,7 +233,7 @@ def test_updates_run_when_their_gradient_is_there():
 
 def test_branches_wait_as_long_as_they_are_told():
     problem = step(3)
-    waiting = branches(problem)[2]
+    waiting = problem.branches[2]
     assert early(problem, problem.program)[-1] != waiting
     assert early(problem, problem.program, {waiting: len(problem)})[-1] == waiting
 

@@ -18,8 +18,7 @@ import numpy.typing as npt
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from jdelta._order.problem import Ints, Order, Problem
-from jdelta._order.segments import CORE, branches
+from jdelta._order.problem import CORE, Ints, Order, Problem
 
 Mask = npt.NDArray[np.bool_]
 
@@ -153,7 +152,7 @@ def lower_bound(problem: Problem, order: Order, most: int = CUTS) -> int:
     depend on a few, since they can run when little is alive.
     """
     timeline = problem.timeline(order)
-    branch = branches(problem)
+    branch = problem.branches
     best, left = 0, {True: most - most // 4, False: most // 4}
     for place in np.argsort(-timeline, kind="stable").tolist():
         if timeline[place] <= best or not any(left.values()):

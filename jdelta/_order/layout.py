@@ -9,7 +9,6 @@ ahead of others, at random, as long as no more memory is taken.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,6 +28,9 @@ LOOSE = 1.005
 
 LARGE = 1 / 256
 """Part of what is alive at once from which on a tensor may be put ahead of others then."""
+
+BLOCK = 32
+"""Stretches of places that lives are sorted out for together."""
 
 STARTS, PLACED = 4, 50_000
 """How often the search begins anew, and how many tensors it places in all."""
@@ -90,7 +92,7 @@ def _placed(order: Ints, sizes: Ints, first: Ints, last: Ints) -> Ints:
     offsets = np.zeros(len(sizes), dtype=np.int64)
     rows = _Rows()
     for index in order:
-        taken = rows.meeting(int(first[index]), int(last[index]))
+        taken = rows.taken(int(first[index]), int(last[index]))
         offsets[index] = _best_gap(taken, int(sizes[index]))
         end = int(offsets[index] + sizes[index])
         rows.add(int(first[index]), int(last[index]), int(offsets[index]), end)
@@ -103,7 +105,7 @@ def _layout(sizes: Ints, first: Ints, last: Ints, short: int) -> Ints:
     by_size = by_size[sizes[by_size] > 0]
     small = len(by_size) - _small(sizes[by_size], first[by_size], last[by_size])
     large = by_size[:small]
-    memory = _Memory(int(last.max(initial=0)) + 1, short)
+    memory = _Memory(short)
     is_short = last[large] - first[large] < short
     for chosen, place in ((~is_short, memory.place_long), (is_short, memory.place_short)):
         for index in large[chosen]:
@@ -142,88 +144,110 @@ def _stack(offsets: Ints, chosen: Ints, sizes: Ints, first: Ints, last: Ints, bo
         height[span] = offsets[index] + sizes[index]
 
 
-@dataclass
+_NOTHING = np.zeros((2, 0), dtype=np.int64)
+
+
 class _Rows:
-    """Tensors that are placed: first and last place in the order, offset and end of each."""
+    """Tensors that are placed, by offset: first and last place in the order, offset and end."""
 
-    table: Ints = field(default_factory=lambda: np.zeros((16, 4), dtype=np.int64))
-    count: int = 0
+    def __init__(self, table: Ints | None = None):
+        self.table = np.zeros((4, 16), dtype=np.int64) if table is None else table
+        self.count = 0 if table is None else table.shape[1]
 
-    def add(self, *row: int) -> None:
-        if self.count == len(self.table):
-            self.table = np.concatenate([self.table, np.zeros_like(self.table)])
-        self.table[self.count] = row
+    def add(self, first: int, last: int, offset: int, end: int) -> None:
+        count, table = self.count, self.table
+        if count == table.shape[1]:
+            self.table = np.concatenate([table, np.zeros((4, count + 16), np.int64)], axis=1)
+            table = self.table
+        at = int(table[2, :count].searchsorted(offset))
+        table[:, at + 1 : count + 1] = table[:, at:count]
+        table[:, at] = first, last, offset, end
         self.count += 1
 
-    def meeting(self, first: int, last: int) -> Ints:
-        """Offset and end of those that are alive between two places."""
-        rows = self.table[: self.count]
-        return rows[(rows[:, 0] <= last) & (rows[:, 1] >= first), 2:]
+    def taken(self, first: int, last: int) -> Ints:
+        """Offsets and ends of those alive between two places, by offset."""
+        rows = self.table[:, : self.count]
+        return rows[2:].compress((rows[0] <= last) & (rows[1] >= first), axis=1)
 
 
 class _Memory:
-    """What is placed already: long lives in one table, short ones in one for each stretch.
+    """What is placed already: long lives, then short ones in a table for each stretch of places.
 
-    Long ones are placed first. A short one then meets few of them that begin or end near it, and
-    the others as the few stretches of memory that they fill together.
+    All long ones are placed first. A short one then meets the few that begin or end in a stretch of
+    its own, and the others as the few spans of memory that they fill together all through it.
     """
 
-    def __init__(self, places: int, stretch: int):
-        self._stretch = stretch
+    def __init__(self, places_in_stretch: int):
+        self._places = places_in_stretch
         self._long = _Rows()
-        self._short = [_Rows() for _ in range(places // stretch + 1)]
-        self._near: dict[int, tuple[Ints, _Rows]] = {}
+        self._blocks: dict[int, tuple[Ints, Ints]] = {}
+        self._stretches: dict[int, tuple[Ints, _Rows]] = {}
         self.top = 0
 
     def place_long(self, size: int, first: int, last: int) -> int:
         """The offset of the smallest gap that a tensor fits in; it is taken."""
-        return self._take(self._long.meeting(first, last), size, first, last, self._long)
+        return self._take(self._long.taken(first, last), size, first, last, [self._long])
 
     def place_short(self, size: int, first: int, last: int) -> int:
         """The same for a short life, after all long ones."""
-        begin = first // self._stretch
-        if begin not in self._near:
-            self._near[begin] = self._long_near(begin)
-        filled, others = self._near[begin]
-        near = self._short[max(0, begin - 1) : last // self._stretch + 1]
-        taken = [rows.meeting(first, last) for rows in (others, *near)]
-        return self._take(np.concatenate([filled, *taken]), size, first, last, self._short[begin])
+        numbers = range(first // self._places, last // self._places + 1)
+        met = [self._stretch(number) for number in numbers]
+        spans = [part for filled, rows in met for part in (filled, rows.taken(first, last))]
+        taken = np.concatenate(spans, axis=1)
+        taken = taken[:, taken[0].argsort()]
+        return self._take(taken, size, first, last, [rows for _, rows in met])
 
-    def _take(self, taken: Ints, size: int, first: int, last: int, rows: _Rows) -> int:
+    def _take(self, taken: Ints, size: int, first: int, last: int, tables: list[_Rows]) -> int:
         offset = _best_gap(taken, size)
-        rows.add(first, last, offset, offset + size)
+        for rows in tables:
+            rows.add(first, last, offset, offset + size)
         self.top = max(self.top, offset + size)
         return offset
 
-    def _long_near(self, begin: int) -> tuple[Ints, _Rows]:
-        """Memory that long lives fill all through two stretches, and the others alive there."""
-        first, last = begin * self._stretch, (begin + 2) * self._stretch - 1
-        rows = self._long.table[: self._long.count]
-        rows = rows[(rows[:, 0] <= last) & (rows[:, 1] >= first)]
-        through = (rows[:, 0] <= first) & (rows[:, 1] >= last)
-        others = rows[~through]
-        return _merged(rows[through, 2:]), _Rows(others, len(others))
+    def _stretch(self, number: int) -> tuple[Ints, _Rows]:
+        """Memory that long lives fill all through a stretch; the others there, and short ones."""
+        if number not in self._stretches:
+            block = number // BLOCK
+            if block not in self._blocks:
+                rows = self._long.table[:, : self._long.count]
+                size = BLOCK * self._places
+                self._blocks[block] = _split(_NOTHING, rows, block * size, (block + 1) * size)
+            places = number * self._places, (number + 1) * self._places
+            filled, others = _split(*self._blocks[block], *places)
+            self._stretches[number] = filled, _Rows(others)
+        return self._stretches[number]
+
+
+def _split(filled: Ints, rows: Ints, start: int, stop: int) -> tuple[Ints, Ints]:
+    """What lives fill all through some places, added to what is filled; the others alive there."""
+    through = (rows[0] <= start) & (rows[1] >= stop - 1)
+    others = (rows[0] < stop) & (rows[1] >= start) & ~through
+    spans = np.concatenate([filled, rows[2:].compress(through, axis=1)], axis=1)
+    return _merged(spans[:, spans[0].argsort()]), rows.compress(others, axis=1)
 
 
 def _merged(spans: Ints) -> Ints:
-    """The same bytes in as few spans as can be."""
-    if not len(spans):
+    """The same bytes in as few spans as can be, both by offset."""
+    if not spans.size:
         return spans
-    spans = spans[np.argsort(spans[:, 0])]
-    ends = np.maximum.accumulate(spans[:, 1])
-    starts = np.flatnonzero(np.concatenate([[True], spans[1:, 0] > ends[:-1]]))
-    stops = np.concatenate([starts[1:], [len(spans)]]) - 1
-    return np.stack([spans[starts, 0], ends[stops]], axis=1)
+    ends = np.maximum.accumulate(spans[1])
+    starts = np.flatnonzero(np.concatenate([[True], spans[0, 1:] > ends[:-1]]))
+    stops = np.concatenate([starts[1:], [len(ends)]]) - 1
+    return np.stack([spans[0, starts], ends[stops]])
 
 
 def _best_gap(taken: Ints, size: int) -> int:
-    """Where the smallest gap between taken stretches begins that has the size; else their end."""
-    if not len(taken):
+    """Where the smallest gap between stretches that has the size begins; else their end.
+
+    Args:
+        taken: Offsets and ends of the stretches, by offset.
+        size: Bytes.
+    """
+    if not taken.size:
         return 0
-    taken = taken[np.argsort(taken[:, 0])]
-    ends = np.maximum.accumulate(taken[:, 1])
+    ends = np.maximum.accumulate(taken[1])
     starts = np.concatenate([[0], ends[:-1]])
-    room = taken[:, 0] - starts
+    room = taken[0] - starts
     room[room < size] = np.iinfo(np.int64).max
     best = int(room.argmin())
     return int(starts[best] if room[best] < np.iinfo(np.int64).max else ends[-1])

@@ -17,16 +17,29 @@ def late(problem: Problem, order: Order) -> list[int]:
     Built from the end: an operator whose dependents are all placed is placed in front of them if
     that takes no memory, else when its turn in the given order comes.
     """
+    made, used, sizes = problem.made, problem.used, problem.bytes.tolist()
     rank = inverse(order)
     waiting = [len(after) for after in problem.successors]
     alive = [t.kept for t in problem.tensors]
     placed = [False] * len(problem)
-    ready = [(-rank[i], i) for i in problem.program if not waiting[i]]
+
+    def is_free(index: int) -> bool:
+        """Whether memory does not grow, seen from the end, if an operator is placed there."""
+        grown = 0
+        for t in used[index]:
+            if not alive[t]:
+                grown += sizes[t]
+        for t in made[index]:
+            if alive[t]:
+                grown -= sizes[t]
+        return grown <= 0
+
+    ready = [-rank[i] for i in problem.program if not waiting[i]]  # the last one is the least
     heapq.heapify(ready)
-    free = [i for _, i in ready if _growth(problem, i, alive) <= 0]
+    free = [order[-place] for place in ready if is_free(order[-place])]
     backwards: list[int] = []
     while ready or free:
-        index = free.pop() if free else heapq.heappop(ready)[1]
+        index = free.pop() if free else order[-heapq.heappop(ready)]
         if placed[index]:
             continue
         placed[index] = True
@@ -34,20 +47,10 @@ def late(problem: Problem, order: Order) -> list[int]:
         for before in problem.predecessors[index]:
             waiting[before] -= 1
             if not waiting[before]:
-                heapq.heappush(ready, (-rank[before], before))
-        free += [
-            candidate
-            for candidate in _cheaper(problem, index, alive, waiting)
-            if not placed[candidate] and _growth(problem, candidate, alive) <= 0
-        ]
+                heapq.heappush(ready, -rank[before])
+        cheaper = _cheaper(problem, index, alive, waiting)
+        free.extend(other for other in cheaper if not placed[other] and is_free(other))
     return backwards[::-1]
-
-
-def _growth(problem: Problem, index: int, alive: Sequence[bool]) -> int:
-    """Bytes by which memory grows, seen from the end, if an operator is placed there."""
-    tensors = problem.tensors
-    grown = sum(tensors[t].bytes for t in problem.used[index] if not alive[t])
-    return grown - sum(tensors[t].bytes for t in problem.made[index] if alive[t])
 
 
 def _cheaper(
@@ -57,8 +60,12 @@ def _cheaper(
     for t in problem.used[index]:
         if not alive[t]:
             alive[t] = True
-            yield from (u for u in problem.tensors[t].users if not waiting[u])
-    yield from (p for p in problem.predecessors[index] if not waiting[p])
+            for user in problem.tensors[t].users:
+                if not waiting[user]:
+                    yield user
+    for before in problem.predecessors[index]:
+        if not waiting[before]:
+            yield before
 
 
 def inverse(order: Order) -> list[int]:

@@ -12,6 +12,9 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Order = Sequence[int]
 
+CORE = -1
+"""The branch of operators that lead to several ends."""
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -114,6 +117,17 @@ class Problem:
         counts = [len(t.users) for t in self.tensors]
         users = [u for t in self.tensors for u in t.users]
         return np.repeat(np.arange(len(counts)), counts), np.array(users, dtype=np.int64)
+
+    @cached_property
+    def branches(self) -> list[int]:
+        """For each operator the end that all its dependents lead to: a last operator, or CORE."""
+        branch = list(self.program)
+        for index in reversed(self.program):
+            after = self.successors[index]
+            if after:
+                end = branch[after[0]]
+                branch[index] = end if all(branch[other] == end for other in after) else CORE
+        return branch
 
     def lives(self, order: Order) -> tuple[Ints, Ints]:
         """For each tensor the first and the last place in an order at which it is alive."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from jdelta._order.problem import Problem
 
-CORE = -1
-"""The branch of operators that lead to several ends."""
-
 
 def separators(problem: Problem) -> list[int]:
     """Operators that all others either come before or after, in every order.
@@ -33,13 +30,3 @@ def separators(problem: Problem) -> list[int]:
         if open_ends == open_starts == 1:
             found.append(index)
     return found
-
-
-def branches(problem: Problem) -> list[int]:
-    """For each operator the end that all its dependents lead to: the index of a last operator."""
-    branch = list(problem.program)
-    for index in reversed(problem.program):
-        ends = {branch[after] for after in problem.successors[index]}
-        if ends:
-            branch[index] = ends.pop() if len(ends) == 1 else CORE
-    return branch

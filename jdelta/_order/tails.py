@@ -12,8 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from jdelta._order.lists import inverse, late
-from jdelta._order.problem import Order, Problem
-from jdelta._order.segments import CORE, branches
+from jdelta._order.problem import CORE, Order, Problem
 
 ROUNDS = 8
 """Times that branches which make the peak are put off."""
@@ -29,19 +28,14 @@ def early(problem: Problem, order: Order, wait: Mapping[int, int] = _AT_ONCE) ->
         order: Where the others stay.
         wait: From branches to places in the order that they wait for.
     """
-    branch, rank = branches(problem), inverse(order)
-    anchor = list(rank)
-    for index in problem.program:
-        if branch[index] != CORE:
-            before = (anchor[p] for p in problem.predecessors[index])
-            anchor[index] = max(before, default=-1)
-            anchor[index] = max(anchor[index], wait.get(branch[index], -1))
-
-    def place(index: int) -> tuple[int, int, int]:
-        of = branch[index]
-        return anchor[index], -1 if of == CORE else rank[of], rank[index]
-
-    return sorted(problem.program, key=place)
+    branch, rank = problem.branches, inverse(order)
+    anchor, turn = list(rank), [-1] * len(rank)
+    for index, end in enumerate(branch):
+        if end != CORE:
+            before = [anchor[p] for p in problem.predecessors[index]]
+            anchor[index] = max(*before, wait.get(end, -1), -1)
+            turn[index] = rank[end]
+    return np.lexsort((rank, turn, anchor)).tolist()
 
 
 def updated_early(problem: Problem, order: Order, target: int) -> list[int]:
@@ -49,7 +43,7 @@ def updated_early(problem: Problem, order: Order, target: int) -> list[int]:
 
     Such a branch waits until it fits under the target beside what is alive then.
     """
-    branch, rank = branches(problem), inverse(order)
+    branch, rank = problem.branches, inverse(order)
     wait: dict[int, int] = {}
     tried: list[list[int]] = []
     for _ in range(ROUNDS):
