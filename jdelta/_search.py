@@ -254,7 +254,8 @@ class Search:
                 floor = best = self._compiled_floor(bound)
                 continue
             last = self.compiles == most - 1
-            safe = (best is None or best is floor) and (last or exceeded > 1)
+            in_doubt = exceeded > 1 or (last and (best is None or exceeded > 0))
+            safe = in_doubt and (best is None or best is floor)
             goal = bound - _margin(excess, bound, safe=safe)
             if floor.measurement and goal <= floor.peak:  # nothing is below the floor
                 goal = (floor.peak + bound) // 2
