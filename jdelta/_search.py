@@ -7,8 +7,9 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 
 from jdelta._budget import Budget
@@ -19,7 +20,7 @@ from jdelta._errors import BudgetError, OffloadError, SpillError
 from jdelta._format import format_bytes
 from jdelta._host import without_place
 from jdelta._items import Items
-from jdelta._measure import measure
+from jdelta._measure import Measurement, measure
 from jdelta._policy import Policy
 from jdelta._region import Grouping
 from jdelta._solution import Outcome
@@ -28,6 +29,9 @@ from jdelta._spilled import check_spilled
 from jdelta._trace import Trace
 
 _LOG = logging.getLogger(__name__)
+
+_Program: TypeAlias = tuple[Grouping, Policy | None]
+_Measured: TypeAlias = tuple[jax.stages.Compiled | None, Measurement]
 
 _known: dict[Any, dict[tuple[Grouping, Policy], tuple[float, int]]] = {}
 """Overhead and compiled peak of each plan compiled so far, by grouping and policy,
@@ -121,6 +125,7 @@ class Search:
         self._known = before._known if before else _known.setdefault(key, {})
         self._errors = dict(before._errors) if before else {}
         self._emitted: dict[Policy | None, Emission] = {}
+        self._compiled: dict[_Program, _Measured] = before._compiled if before else {}
         self.compiles = before.compiles if before else 0
         self._plain = before._plain if before else self._of_plain()
         self._may_fail = before is not None and not step.grouping.nested
@@ -245,11 +250,14 @@ class Search:
         floor, best = self._floor(), None
         if floor.predicted > SURELY_BELOW * bound:
             floor = best = self._compiled_floor(bound)
+            most = max(most, self.compiles + 1)  # so that one more plan is tried
         most += MORE_COMPILES if self.step.store and self.step.target.platform == "cpu" else 0
         known = self._remembered(bound, floor)
         most -= known is not None
         excess, exceeded, files_tried = 0, 0, False
-        while self.compiles < most:
+        for _ in range(most):  # a program compiled before does not count
+            if self.compiles >= most:
+                break
             if best is None and not self._may_fail and excess > LOST * bound:
                 floor = best = self._compiled_floor(bound)
                 continue
@@ -390,20 +398,23 @@ class Search:
         return candidate
 
     def _compile(self, candidate: Candidate) -> Candidate:
-        """The candidate, compiled.
+        """The candidate, compiled, unless it was before.
 
         Raises:
             SpillError: The program does not write and read what it should.
         """
-        self.compiles += 1
         emission = candidate.emission
-        what = "the plain step" if candidate.decisions is None else "a plan"
-        predicted = format_bytes(candidate.predicted)
-        _LOG.info("compiling %s (program %d), %s predicted", what, self.compiles, predicted)
-        compiled, measurement = measure(
-            emission.lower(), self.step.target, emission.options, computed=emission.computed
-        )
-        _LOG.info("%s takes %s", what, format_bytes(measurement.peak))
+        program = self.step.grouping, emission.policy
+        if program not in self._compiled:
+            self.compiles += 1
+            what = "the plain step" if candidate.decisions is None else "a plan"
+            predicted = format_bytes(candidate.predicted)
+            _LOG.info("compiling %s (program %d), %s predicted", what, self.compiles, predicted)
+            self._compiled[program] = measure(
+                emission.lower(), self.step.target, emission.options, computed=emission.computed
+            )
+            _LOG.info("%s takes %s", what, format_bytes(self._compiled[program][1].peak))
+        compiled, measurement = self._compiled[program]
         if candidate.decisions is not None and not measurement.refused:
             files = measurement.files
             check_spilled(self.items.residuals, candidate.decisions, emission.spilled, files)
@@ -414,8 +425,8 @@ class Search:
             recompute = self.items.recompute_seconds(candidate.decisions)
             seconds = recompute + measurement.overlap.exposed + self._extra
             candidate = replace(candidate, overhead=seconds)
-        if candidate.emission.policy is not None and not self._offload_failed(candidate):
-            key = self.step.grouping, candidate.emission.policy
+        if emission.policy is not None and not self._offload_failed(candidate):
+            key = self.step.grouping, emission.policy
             self._known[key] = candidate.overhead, candidate.peak
         return candidate
 

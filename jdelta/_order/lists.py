@@ -34,7 +34,7 @@ def late(problem: Problem, order: Order) -> list[int]:
                 grown -= sizes[t]
         return grown <= 0
 
-    ready = [-rank[i] for i in problem.program if not waiting[i]]  # the last one is the least
+    ready = [-rank[i] for i in problem.program if not waiting[i]]  # the last one comes first
     heapq.heapify(ready)
     free = [order[-place] for place in ready if is_free(order[-place])]
     backwards: list[int] = []
