@@ -108,3 +108,30 @@ def test_what_is_small_stays_where_recompute_of_it_takes_more(monkeypatch):
     assert few_kept == pytest.approx(0.94 * all_recomputed, rel=0.01)
     monkeypatch.setitem(LEAN, "tpu", 0.0001)
     assert least_peak("every residual recomputed the step") == all_recomputed
+
+
+def test_a_search_that_goes_on_compiles_nothing_again(monkeypatch):
+    """With layers alike it stops early, to see whether they are better decided apart."""
+    ws, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((12, WIDTH, WIDTH), (ROWS, WIDTH)))
+    compiled = []
+
+    def scanned(ws, x):
+        def loss(ws):
+            return jnp.mean(jax.lax.scan(lambda y, w: (normed(w, y), None), x, ws)[0] ** 2)
+
+        return ws - 0.1 * jax.grad(loss)(ws)
+
+    def measured(emission, *args, **options):
+        compiled.append(emission.policy)
+        return None, dataclasses.replace(EXACT, peak=emission.simulated)
+
+    monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._search.measure", measured)
+    monkeypatch.setattr("jdelta._search._known", {})
+    monkeypatch.setattr("jdelta._search.Search.better_grouping", lambda *_: None)
+    floor = jdelta.plan(scanned, None, ws, x, target="tpu:v5e:2x2", pin={"*": "recompute"})
+    compiled.clear()
+    budget = int(1.08 * floor.compiled_peak)
+    plan = jdelta.plan(scanned, budget, ws, x, target="tpu:v5e:2x2", host_budget=0)
+    assert plan.compiled_peak < 0.97 * budget
+    assert plan.compiles == len(compiled) == len(set(compiled))
