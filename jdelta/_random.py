@@ -22,28 +22,42 @@ def with_written_bits(closed: Jaxpr) -> Jaxpr:
     """The program with a barrier behind every value that is made of random bits alone.
 
     Of a chain of such values (bits, uniform numbers, a mask) only the last one is written: the one
-    that something else reads. Calls have to be inlined; loops are rewritten inside too.
+    that something else reads. The barrier comes before its name, so that what a plan keeps is what
+    was written; a copy from before it would be made of the bits once more. Calls have to be
+    inlined; loops are rewritten inside too.
     """
     inner = _jax.open_jaxpr(closed)
-    random = _made_of_bits(inner.eqns)
+    last = _last_made_of_bits(inner.eqns)
     behind: dict[Var, Var] = {}
     eqns: list[Eqn] = []
 
-    def shielded(atoms: Sequence[Atom], like: Eqn) -> list[Atom]:
-        for atom in atoms:
-            if _jax.is_var(atom) and atom in random and atom not in behind:
-                behind[atom] = _jax.new_var(atom.aval)
-                eqns.append(_jax.barrier_equation(atom, behind[atom], like))
-        return [behind.get(a, a) if _jax.is_var(a) else a for a in atoms]
+    def now(atom: Atom) -> Atom:
+        return behind.get(atom, atom) if _jax.is_var(atom) else atom
 
     for eqn in inner.eqns:
-        if random.isdisjoint(v for v in eqn.outvars if _jax.is_var(v)):
-            eqn = eqn.replace(invars=shielded(eqn.invars, eqn))
+        params = eqn.params
         if eqn.primitive.name == "scan":
-            body = with_written_bits(eqn.params["jaxpr"])
-            eqn = eqn.replace(params={**eqn.params, "jaxpr": body})
-        eqns.append(eqn)
-    return _jax.rebuild(closed, eqns, inner.outvars)
+            params = {**params, "jaxpr": with_written_bits(params["jaxpr"])}
+        eqns.append(eqn.replace(invars=[now(v) for v in eqn.invars], params=params))
+        for made in (v for v in eqn.outvars if _jax.is_var(v) and v in last):
+            behind[made] = _jax.new_var(made.aval)
+            eqns.append(_jax.barrier_equation(made, behind[made], eqn))
+    return _jax.rebuild(closed, eqns, [now(v) for v in inner.outvars])
+
+
+def _last_made_of_bits(eqns: Sequence[Eqn]) -> set[Var]:
+    """The buffers made of random bits that something else reads, maybe as a view."""
+    random = _made_of_bits(eqns)
+    buffer: dict[Var, Var] = {}
+    last: set[Var] = set()
+    for eqn in eqns:
+        read = [v for v in eqn.invars if _jax.is_var(v) and v in random]
+        made = [v for v in eqn.outvars if _jax.is_var(v) and v in random]
+        if not made:
+            last.update(buffer.get(v, v) for v in read)
+        elif eqn.primitive.name in VIEWS:
+            buffer[made[0]] = buffer.get(read[0], read[0])
+    return last
 
 
 def _made_of_bits(eqns: Sequence[Eqn]) -> set[Var]:
