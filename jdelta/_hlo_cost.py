@@ -208,8 +208,19 @@ def _read_of(module: Module, computation: Computation, name: str, whole: int) ->
     """Bytes that all users of a value inside a fusion read of it."""
     if computation.root.name == name:
         return whole
-    users = computation.users[name]
-    return min(whole, sum(_read(module, computation, *user, whole) for user in users))
+    read = 0
+    for user, position in computation.users[name]:
+        if _is_relayout(user):
+            read += _read_of(module, computation, user.name, whole)
+        else:
+            read += _read(module, computation, user, position, whole)
+    return min(whole, read)
+
+
+def _is_relayout(instruction: Instruction) -> bool:
+    """Whether an instruction inside a fusion only says how its operand is tiled (TPUs)."""
+    aliased = "output_to_operand_aliasing" in instruction.attributes
+    return instruction.opcode == "fusion" and len(instruction.operands) == 1 and aliased
 
 
 def _written(

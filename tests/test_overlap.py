@@ -459,6 +459,18 @@ IN_PLACE = """
   %new = f32[10,100]{1,0} dynamic-update-slice(%t, %v, %i, %i)
   ROOT %both = (f32[1,100]{1,0}, f32[10,100]{1,0}) tuple(%row, %new)
 }
+
+%tiled (w: f32[10,100]) -> f32[10,100] {
+  %w = f32[10,100]{1,0:T(32,128)} parameter(0)
+  ROOT %as = f32[10,100]{1,0:T(8,128)} copy(%w)
+}
+
+%tiling (z: f32[10,100], j: s32[]) -> f32[1,100] {
+  %z = f32[10,100]{1,0:T(32,128)} parameter(0)
+  %j = s32[] parameter(1)
+  %o = f32[10,100]{1,0:T(8,128)} fusion(%z), output_to_operand_aliasing={{}: (0, {})}, calls=%tiled
+  ROOT %one = f32[1,100]{1,0} dynamic-slice(%o, %j, %j), dynamic_slice_sizes={1,100}
+}
 """
 ROW = 400
 
@@ -475,6 +487,7 @@ ROW = 400
             2 * ROW + 4,
             2 * ROW,
         ),
+        ("f32[1,100]{1,0} fusion(%s, %i), calls=%tiling", ROW + 4, ROW),
         ("f32[10,100]{1,0:S(1)} negate(%s)", 10 * ROW, 0),
         ("f32[10,100]{1,0} bitcast(%s)", 0, 0),
         ("(f32[10,100]{1,0}) tuple(%s)", 0, 0),
