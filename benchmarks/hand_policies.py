@@ -4,8 +4,9 @@ For each step, target and hand policy: the policy's own compiled peak becomes th
 and the seconds that both add to the plain step are compared. Both are predicted by the same cost
 model: the traced program less the plain program, and copies to and from the host as far as the
 compiled schedule exposes them. *plan/hand* is the plan's step over the hand policy's by another
-reading: the instructions of both compiled programs, fusions as XLA makes them. The estimate is what
-the plan's own items add up to. Nothing is run on a device.
+reading: the instructions of both compiled programs, fusions as XLA makes them; on TPUs, where
+nothing is offloaded, in the cycles that the compiler expects of each. The estimate is what the
+plan's own items add up to. Nothing is run on a device.
 
     python -m benchmarks.hand_policies --step "gpt2 scanned" --target cuda:h100 --json rows.json
 """
@@ -39,10 +40,10 @@ def row(step: str, target: str, policy: str, **options: Any) -> Row:
     case = steps.build(step, remat=jdelta.remat, **options)
     planned, plan = programs.plan(case, budget, target)
     if plan:
-        planned["scheduled"] = programs.planned(case, plan).scheduled
+        planned |= programs.planned(case, plan).scheduled
     return {
         "plain_seconds": plain.price.seconds,
-        "hand": {**hand.figures(), "scheduled": hand.scheduled},
+        "hand": {**hand.figures(), **hand.scheduled},
         "plan": planned,
     }
 
@@ -62,9 +63,17 @@ def cells(r: Row) -> list[str]:
         mib(plan["compiled_peak"]),
         mib(plan["host_bytes"]),
         share(plan["price"]["seconds"] - plain, plain),
-        f"{plan['scheduled'] / hand['scheduled']:.3f}x" if hand["scheduled"] else "refused",
+        ratio(plan, hand),
         share(plan["overhead"], plan["step_seconds"]),
     ]
+
+
+def ratio(plan: Row, hand: Row) -> str:
+    """What the plan's compiled instructions take, over what the hand policy's do."""
+    if not hand.get("scheduled"):
+        return "refused"
+    unit = "cycles" if hand.get("cycles") and not hand["host"] else "scheduled"
+    return f"{plan[unit] / hand[unit]:.3f}x"
 
 
 def markdown(rows: list[Row]) -> str:

@@ -15,7 +15,8 @@ from jdelta._call import call_of
 from jdelta._cost import program_seconds
 from jdelta._emit import emit
 from jdelta._graph import Graph, graph_of
-from jdelta._hlo import parse
+from jdelta._hlo import Computation, Module, parse
+from jdelta._loop import read_loop
 from jdelta._measure import Measurement, measure
 from jdelta._overlap import read_overlap
 from jdelta._planned import step_of
@@ -63,13 +64,19 @@ class Program:
         return measure(self.lower(), self.target, self.options)[1]
 
     @functools.cached_property
-    def scheduled(self) -> float | None:
-        """Predicted seconds of its compiled instructions; None if the compiler refuses it."""
+    def scheduled(self) -> Row:
+        """What its compiled instructions take; nothing if the compiler refuses it.
+
+        "scheduled" are predicted seconds, with exposed transfers; "cycles" are what a TPU's
+        compiler expects of each instruction, transfers left out.
+        """
         compiled, _ = measure(self.lower(), self.target, self.options, executable=True)
         if compiled is None:
-            return None
-        overlap = read_overlap(parse(compiled.as_text() or ""), self.target.rates)
-        return overlap.compute + overlap.exposed
+            return {}
+        module = parse(compiled.as_text() or "")
+        overlap = read_overlap(module, self.target.rates)
+        seconds = overlap.compute + overlap.exposed
+        return {"scheduled": seconds, "cycles": expected_cycles(module, module.entry)}
 
     @functools.cached_property
     def price(self) -> Price:
@@ -85,6 +92,17 @@ class Program:
     def figures(self) -> Row:
         """Everything known of it, as a part of a row."""
         return {**dataclasses.asdict(self.measured), "price": dataclasses.asdict(self.price)}
+
+
+def expected_cycles(module: Module, computation: Computation) -> int:
+    """The cycles that the compiler noted on its instructions; 0 where it notes none (CUDA)."""
+    total = 0
+    for instruction in computation:
+        if instruction.opcode == "while":
+            loop = read_loop(module, computation, instruction)
+            total += loop.trips * expected_cycles(module, loop.body)
+        total += int(instruction.config.get("window_config", {}).get("estimated_cycles", 0))
+    return total
 
 
 def traced(case: Case, target: str) -> Program:
