@@ -20,6 +20,7 @@ from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
 from jdelta._jax import Jaxpr
 from jdelta._marks import NOTHING, Computed
+from jdelta._naming import RegionName
 from jdelta._nest import walk
 from jdelta._peak import Timeline, timeline
 from jdelta._policy import Policy
@@ -244,9 +245,16 @@ def _computed(graph: Graph, policy: Policy) -> Computed:
     """How often the step computes what the policy decides about.
 
     Raises:
-        PlanMismatchError: It does not compute all that the policy keeps.
+        PlanMismatchError: It does not compute all that the policy keeps, or has other regions.
     """
-    named = [(str(op.name), op.again) for op, _ in walk(graph) if op.name]
+    ops = [op for op, _ in walk(graph) if op.name]
+    regions = {op.name.region for op in ops if isinstance(op.name, RegionName)}
+    if others := sorted(regions - {region for region, _ in policy.regions}):
+        raise PlanMismatchError(
+            f"The step has regions that were not there when it was planned: "
+            f"{format_some(others, 5)}. A step must be the same each time that it is traced."
+        )
+    named = [(str(op.name), op.again) for op in ops]
     found = {name for name, _ in named}
     again = {name for name, is_again in named if is_again}
     missing = sorted(policy.kept - found)

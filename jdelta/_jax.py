@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives
+from jax.interpreters import partial_eval
 
 Array: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.generic
 Jaxpr: TypeAlias = Any
@@ -28,6 +29,9 @@ Atom: TypeAlias = Any
 
 REGION = "jdelta_region"
 """Name of the primitive that a region is while nothing has differentiated it."""
+
+COTANGENT = "jdelta_cotangent"
+"""Name of the identity on the tangents that leave a region while a step is recorded."""
 
 CALLS = frozenset(
     f"pjit jit closed_call core_call eval_jaxpr remat remat2 checkpoint {REGION}".split()
@@ -150,6 +154,12 @@ def rebuild(
         inner.debug_info.with_unknown_names(),
     )
     return core.ClosedJaxpr(raw, [*consts_of(jaxpr), *new_consts.values()])
+
+
+def with_outputs(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
+    """A closed jaxpr with some of its outputs only, and without what they do not depend on."""
+    inner, _ = partial_eval.dce_jaxpr(open_jaxpr(jaxpr), list(used), instantiate=True)
+    return core.ClosedJaxpr(inner, consts_of(jaxpr))
 
 
 def evaluate(closed: Jaxpr, *args: Any) -> list[Any]:

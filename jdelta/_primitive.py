@@ -1,9 +1,14 @@
-"""The primitive that a region is while nothing has differentiated it.
+"""The primitive that a region is while nothing has differentiated it, and one in its derivative.
 
 A ``custom_jvp`` in its place would be batched after its rule has run, when a ``custom_vjp`` in the
 region is differentiated already, which JAX cannot batch; and ``jax.checkpoint`` with ``jax_remat3``
 on, which asks its policy before JVP, would look for names in it in vain. Beside ``_jax.py`` this is
 the only file that touches what moves between versions of JAX.
+
+The other is put on each tangent that leaves a region while a step is recorded. It changes nothing,
+and its transpose is asked for only where a cotangent comes back: what no gradient reaches (the
+attention weights that a layer returns for a picture, what a metric is computed from) needs nothing
+kept.
 """
 
 from __future__ import annotations
@@ -45,6 +50,29 @@ def region_primitive(rule: JvpRule, shield: Shield) -> Callable[..., list[Any]]:
     ad.primitive_jvps[primitive] = functools.partial(_jvp, rule)
     batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive)
     remat.rules[primitive] = functools.partial(_remat, primitive, shield)
+    return primitive.bind
+
+
+def cotangent_primitive(tell: Callable[..., None]) -> Callable[..., Any]:
+    """What binds a new primitive, a linear identity.
+
+    Args:
+        tell: Called with the parameters of each that a cotangent has come back through.
+    """
+
+    def transposed(cotangent: Any, _: Any, **params: Any) -> list[Any]:
+        tell(**params)
+        return [cotangent]
+
+    def identity(x: Any, **_: Any) -> Any:
+        return x
+
+    primitive = core.Primitive(_jax.COTANGENT)
+    primitive.def_impl(identity)
+    primitive.def_abstract_eval(identity)
+    mlir.register_lowering(primitive, mlir.lower_fun(identity, multiple_results=False))
+    ad.deflinear2(primitive, transposed)
+    batching.defvectorized(primitive)
     return primitive.bind
 
 

@@ -1,5 +1,7 @@
 """How compilers treat JAX primitives: the classes that the peak and cost models share."""
 
+from jdelta._jax import COTANGENT
+
 MATMULS = frozenset({"dot_general", "conv_general_dilated"})
 """Run on the matrix unit."""
 
@@ -8,7 +10,7 @@ LOOPS = frozenset({"scan", "while"})
 
 VIEWS = frozenset(
     "name reshape squeeze expand_dims stop_gradient copy copy_p reduce_precision transpose"
-    " sharding_constraint pvary pcast mesh_cast device_put".split()
+    f" sharding_constraint pvary pcast mesh_cast device_put {COTANGENT}".split()
 )
 """Another reading of the same bytes (a transpose is a layout, decided by the compiler)."""
 

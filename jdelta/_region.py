@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jdelta import _jax
 from jdelta._naming import add_names
-from jdelta._primitive import region_primitive
+from jdelta._primitive import cotangent_primitive, region_primitive
 from jdelta._random import with_written_bits
 
 
@@ -66,7 +66,8 @@ class Session:
     Attributes:
         policy: What every region of the step is to do; None records the plain step.
         aliases: From a region's name while tracing to its name in the plan. Traces that JAX
-            throws away (``nn.scan`` makes one) count calls too, so the two may differ.
+            throws away (``nn.scan`` makes one) count calls too, so the two may differ; they have
+            no name in the plan.
         automatic: Whether the step has no marks, so that its regions are found in the program.
         grouping: How its loops over layers are to be run.
         called: Names of the regions called so far, while tracing.
@@ -74,6 +75,7 @@ class Session:
         gradients: How many functions were differentiated so far.
         derivatives: For each differentiated region its JVP with names, and how many of the inputs
             of that are no tangents.
+        reached: For each region that cotangents come back to the numbers of its results with one.
         partly: Names of the regions of which some inexact argument is not differentiated.
     """
 
@@ -93,15 +95,22 @@ class Session:
         self.loops = 0
         self.gradients = 0
         self.derivatives: dict[str, tuple[Any, int]] = {}
+        self.reached: defaultdict[str, set[int]] = defaultdict(set)
         self.partly: set[str] = set()
         self._calls: Counter[str] = Counter()
 
-    def region(self, base: str) -> str:
-        """The name of the next call of region ``base``."""
+    def region(self, base: str) -> tuple[str, RegionPolicy | None]:
+        """The name of the next call of region ``base``, and the policy that it is to follow.
+
+        None where the plan has no such call: it left nothing in the step that was recorded, as
+        ``jax.eval_shape`` of a gradient leaves nothing, and will leave nothing in this one
+        (``_emit.py`` looks).
+        """
         traced = f"{base}#{self._calls[base]}"
         self._calls[base] += 1
         self.called.add(traced)
-        return self.aliases.get(traced, traced)
+        planned = not self.aliases or traced in self.aliases
+        return self.aliases.get(traced, traced), self.policy if planned else None
 
 
 _inside: ContextVar[bool] = ContextVar("_inside", default=False)
@@ -146,8 +155,8 @@ def region(
         if _inside.get():
             return fun(*args, **kwargs)
         session: Session | None = _jax.current_session()
-        name = session.region(base) if session else base
-        chosen = policy or (session.policy if session else None)
+        name, planned = session.region(base) if session else (base, None)
+        chosen = policy or planned
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [leaf for leaf in leaves if _jax.is_array(leaf)]
 
@@ -217,8 +226,13 @@ def _jvp(
         inexact = sum(jnp.issubdtype(x.dtype, jnp.inexact) for x in primals)
         session.partly.update([name] if len(moving) < inexact else [])
     program = with_written_bits(named) if written else named
-    outputs = _jax.evaluate(program, *primals, *tangents)
-    return jax.tree.unflatten(tree, outputs)
+    results, moved = jax.tree.unflatten(tree, _jax.evaluate(program, *primals, *tangents))
+    if session and session.policy is None:
+        watched = functools.partial(_watched, session=session, name=name)
+        moved = [
+            t if t.dtype == jax.dtypes.float0 else watched(t, number=i) for i, t in enumerate(moved)
+        ]
+    return results, moved
 
 
 def _shield(policy: Any, region: str) -> bool:
@@ -229,4 +243,9 @@ def _shield(policy: Any, region: str) -> bool:
     return True
 
 
+def _reached(session: Session, name: str, number: int) -> None:
+    session.reached[name].add(number)
+
+
 _bind = region_primitive(_jvp, _shield)
+_watched = cotangent_primitive(_reached)

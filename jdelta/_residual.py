@@ -109,10 +109,10 @@ class _Analysis:
         return base
 
     def _names(self) -> dict[int, RegionName]:
-        """A name for each computed buffer: the first one given here."""
+        """A name for each buffer that the step computes: the first one given here."""
         names: dict[int, RegionName] = {}
         for op in self.graph.operations:
-            if isinstance(op.name, RegionName):
+            if isinstance(op.name, RegionName) and op.name in self.region.copies:
                 names.setdefault(self.base[op.outputs[0]], op.name)
         return names
 
@@ -203,7 +203,7 @@ class _Analysis:
     ) -> Residual:
         what, nest = self.graph.values[value], self.region.nest
         count = op.times * nest.kept
-        copies = self.region.copies.get(self.names[value], 1)
+        copies = self.region.copies[self.names[value]]
         return Residual(
             name=self._plan_name(value),
             region=self.region.name,

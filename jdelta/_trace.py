@@ -32,8 +32,9 @@ class Region:
         nest: The loops around it.
         conditional: Whether it is in a branch of a ``cond``.
         partly: Whether some inexact argument of it is not differentiated.
-        copies: From the names of values to how many of each the step has at once, where it is not
-            one: ``jax.vmap`` around ``jax.grad`` is not seen in ``graph``.
+        copies: From the names of the values that the step computes to how many of each it has at
+            once: ``jax.vmap`` around ``jax.grad`` is not seen in ``graph``. What no result of the
+            step depends on is not there.
     """
 
     name: str
@@ -154,8 +155,12 @@ def _staged(
 
 
 def _derivative(session: Session, traced: str, step: Shardings) -> tuple[Graph, int]:
-    """The derivative of a region, each of its values sharded as in the step."""
+    """The derivative of a region as far as gradients need it, its values sharded as in the step."""
     closed, primals = session.derivatives[traced]
+    if session.reached:  # else nothing is differentiated in reverse
+        count = len(_jax.open_jaxpr(closed).outvars) // 2
+        reached = [i in session.reached[traced] for i in range(count)]
+        closed = _jax.with_outputs(closed, [*[True] * count, *reached])
     specs: dict[_jax.Var, Spec] = {}
     for eqn in _jax.equations(closed):
         name = _jax.named_value(eqn)
@@ -219,8 +224,8 @@ def _bytes_by_name(graph: Graph) -> dict[str, int]:
 
 
 def _copies(one: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
-    """How many of each value there are, where more than one."""
-    return {name: held[name] // b for name, b in one.items() if b and held.get(name, b) > b}
+    """How many there are of each value that the step has."""
+    return {name: max(1, held[name] // max(1, b)) for name, b in one.items() if name in held}
 
 
 def _plan_names(traced: list[str]) -> dict[str, str]:

@@ -18,33 +18,13 @@ from jdelta._solver import Knapsack
 from jdelta._target import resolve
 from jdelta._trace import trace
 from tests.planning import decided, under
+from tests.rules import bell, soft
 from tests.stacks import STACKS, scanned, unrolled
 
 WIDTH, ROWS = 4, 3
 W = 0.4 * jax.random.normal(jax.random.key(0), (2, WIDTH, WIDTH))
 X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
 V = jax.random.normal(jax.random.key(2), W.shape)
-
-
-@jax.custom_vjp
-def bell(x):
-    return jnp.exp(-(x**2))
-
-
-def bell_forward(x):
-    y = jnp.exp(-(x**2))
-    return y, (x, y)
-
-
-bell.defvjp(bell_forward, lambda kept, g: (-2.0 * kept[0] * kept[1] * g,))
-
-
-@jax.custom_jvp
-def soft(x):
-    return jnp.log1p(jnp.exp(x))
-
-
-soft.defjvp(lambda x, t: (soft(x[0]), t[0] * jax.nn.sigmoid(x[0])))
 
 
 def unit(w, x):

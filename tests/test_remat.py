@@ -14,10 +14,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jdelta
-from jdelta import PlanMismatchError, _jax
+from jdelta import Decision, PlanMismatchError, _jax
 from jdelta._policy import Policy
 from jdelta._region import Session
 from jdelta._trace import trace
+from tests.planning import decided, under
 from tests.stacks import kept
 
 X = jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)
@@ -113,6 +114,74 @@ def test_a_saved_value_that_nothing_needs_is_not_kept():
     saved = ["marked/add", "marked/tanh"]
     found = named_residuals(emitted(loss, saved), W, X)
     assert "marked/add" not in found
+
+
+def looking(w, x):
+    """A layer that gives its attention weights too, as layers do for pictures and metrics."""
+    h = jnp.sin(x @ w)
+    return jnp.tanh(h @ w), jax.nn.softmax(h)
+
+
+@pytest.mark.parametrize("use", [lambda _: 0.0, jax.lax.stop_gradient, lambda y: jnp.argmax(y, -1)])
+def test_what_no_gradient_reaches_is_no_residual(use):
+    """Kept or not, whatever the metric reads of it, and whatever else is kept."""
+
+    def step(unit, w, x):
+        def loss(w):
+            total, y = 0.0, x
+            for _ in range(2):
+                y, weights = unit(w, y)
+                total += jnp.sum(use(weights))
+            return jnp.sum(y**2), total
+
+        return jax.value_and_grad(loss, has_aux=True)(w)
+
+    found, priced, decisions = decided(
+        functools.partial(step, jdelta.remat(looking)), lambda i, r: Decision.SAVE, W, X
+    )
+    needed = {r.name.split("/")[-1] for r in priced if r.needed}
+    assert {"tanh", "sin", "cos"} < needed
+    assert needed.isdisjoint({"exp", "div", "integer_pow", "reduce_sum", "reduce_sum_1"})
+    run = under(found, decisions, functools.partial(step, jdelta.remat(looking)))
+    assert_close(jax.jit(run)(W, X), step(looking, W, X))
+
+
+@pytest.mark.parametrize("mark", [jdelta.remat, lambda f: f], ids=["marked", "found"])
+def test_a_gradient_whose_shapes_are_asked_for_first(mark):
+    """Gradients are accumulated so: what is traced for its shapes alone leaves nothing."""
+
+    def step(unit, w, xs):
+        gradient = jax.grad(lambda w, x: jnp.sum(unit(w, unit(w, x)) ** 2))
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradient, w, xs[0]))
+        return jax.lax.scan(lambda total, x: (total + gradient(w, x), None), zeros, xs)[0]
+
+    xs = jnp.stack([X, 2 * X])
+    marked = functools.partial(step, mark(lambda w, x: jnp.tanh(x @ w)))
+    found, _, decisions = decided(marked, lambda i, r: Decision.SAVE, W, xs)
+    expected = step(lambda w, x: jnp.tanh(x @ w), W, xs)
+    assert_close(jax.jit(under(found, decisions, marked))(W, xs), expected)
+    plan = jdelta.plan(marked, "1MiB", W, xs, pin={"*": "recompute"})
+    assert_close(plan.jit()(W, xs), expected)
+
+
+def test_a_step_that_is_not_the_same_twice_is_refused():
+    calls = []
+
+    @jdelta.remat
+    def unit(w, x):
+        return jnp.sin(x @ w)
+
+    def step(w, x):
+        calls.append(1)
+
+        def loss(w):
+            y = unit(w, x)
+            return jnp.sum(unit(w, y) if len(calls) > 1 else y)
+
+        return jax.grad(loss)(w)
+
+    with pytest.raises(PlanMismatchError, match=r"regions that were not there .*unit#1"):
+        jdelta.plan(step, "1MiB", W, X, pin={"*": "recompute"})
 
 
 def test_user_names_are_kept_and_reported():

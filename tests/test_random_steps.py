@@ -1,0 +1,76 @@
+"""Whatever a step does, and whatever a plan decides about it, its results are the plain step's."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import jdelta
+from jdelta._decision import Decision
+from jdelta._emit import Step, emit
+from jdelta._items import items_of
+from jdelta._policy import Policy
+from jdelta._residual import residuals
+from jdelta._target import resolve
+from jdelta._timing import TIMED, timed
+from jdelta._trace import trace
+from tests.planning import under
+from tests.random_steps import LAYER_FORMS, arguments, forms, step_of
+
+TARGET = resolve("tpu:v5e:2x2")
+WAYS = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
+DECISIONS = st.lists(st.sampled_from(WAYS), min_size=1, max_size=12)
+
+
+def planned(step, args, decisions, pins):
+    """The step's regions, and by name what the decisions come to, as far as each is possible."""
+    found = trace(step, *args)
+    priced = [r for region in found.regions for r in residuals(region, TARGET)]
+    given = {r.name: decisions[i % len(decisions)] for i, r in enumerate(priced)}
+    pinned = {r.name: given[r.name] for r in priced[:pins]}
+    pinned = {name: d for name, d in pinned.items() if d is not Decision.OFFLOAD}
+    items = items_of(priced, TARGET, math.inf, pinned)
+    possible = {
+        item.name: {Decision.SAVE, Decision.RECOMPUTE, *(move.to for move in item.moves)}
+        for item in items.problem.items
+    }
+    chosen = [
+        given[name] if given[name] in ways else Decision.SAVE for name, ways in possible.items()
+    ]
+    return found, items.policy_decisions(items.decisions(chosen))
+
+
+def check(got, expected):
+    got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
+    largest = max(float(abs(leaf).max()) for leaf in expected)
+    for a, b in zip(got, expected, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        scale = max(float(abs(b).max()), 1e-2 * largest)
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3 * scale)
+
+
+@pytest.mark.parametrize("layers", LAYER_FORMS)
+def test_results_equal_the_plain_step(layers):
+    @settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
+    @given(forms(layers), DECISIONS, st.integers(0, 3))
+    def run(form, decisions, pins):
+        args = arguments()
+        expected = jax.jit(step_of(dataclasses.replace(form, marked=False), None))(*args)
+        step = step_of(form, jdelta.remat)
+        found, by_name = planned(step, args, decisions, pins)
+        planned_step = under(found, by_name, step)
+        check(jax.jit(planned_step)(*args), expected)
+        policy = Policy.of(by_name, found.loops, TARGET.platform)
+        placed = TARGET.abstract(args)
+        emit(Step(step, placed, (), TARGET, found.aliases, automatic=found.automatic), policy)
+        if policy.offloaded:
+            staged = jax.make_jaxpr(planned_step)(*args)
+            for platform in TIMED:
+                moved = jax.jit(timed(staged, TARGET.rates, platform))
+                check(moved(*jax.tree.leaves(args)), expected)
+
+    run()
