@@ -17,6 +17,7 @@ class Rates:
         matmul: Pairs of dtype name and FLOP/s of a large matrix product at JAX's default precision
             on that device (float32 is one bfloat16 pass on a TPU and TF32 on a GPU).
         vector: FLOP/s of float32 arithmetic outside matrix products.
+        integer: Operations/s on 32-bit integers: additions, shifts, logic.
         bandwidth: Bytes/s of device memory, reads and writes together.
         device_to_host: Bytes/s from device memory to pinned host memory.
         host_to_device: Bytes/s from pinned host memory to device memory.
@@ -26,6 +27,7 @@ class Rates:
 
     matmul: tuple[tuple[str, float], ...]
     vector: float
+    integer: float
     bandwidth: float
     device_to_host: float
     host_to_device: float
@@ -80,17 +82,23 @@ def _tpu(
     """
     matmul = {"bfloat16": bfloat16, "float16": bfloat16, "float32": bfloat16, "int8": int8}
     along_one = ici / 2 / (topology.count("x") + 1)
-    rates = _rates(matmul, vector, bandwidth, link, along_one)
+    rates = _rates(matmul, vector, vector / 2, bandwidth, link, along_one)
     return Chip(kind, int(memory * _GIB), rates, topology=topology)
 
 
 def _rates(
-    matmul: dict[str, float], vector: float, bandwidth: float, link: float, interconnect: float
+    matmul: dict[str, float],
+    vector: float,
+    integer: float,
+    bandwidth: float,
+    link: float,
+    interconnect: float,
 ) -> Rates:
-    """Rates from TFLOP/s and GB/s, the host link being the same in both directions."""
+    """Rates from TFLOP/s, 10^12 operations/s and GB/s, the host link the same both ways."""
     return Rates(
         matmul=tuple((dtype, rate * 1e12) for dtype, rate in sorted(matmul.items())),
         vector=vector * 1e12,
+        integer=integer * 1e12,
         bandwidth=bandwidth * 1e9,
         device_to_host=link * 1e9,
         host_to_device=link * 1e9,
@@ -130,6 +138,10 @@ device_description_str: "{kind}"
 """
 
 
+_INTEGER_LANES = 64
+"""Of a multiprocessor of those chips: NVIDIA's white papers on their architectures."""
+
+
 def _cuda(
     kind: str,
     matmul: dict[str, float],
@@ -143,10 +155,11 @@ def _cuda(
     ``nvlink`` is what all links of a GPU carry, both directions together.
     """
     memory, bandwidth = int(facts["memory"]), float(facts["bandwidth"]) / 1e9
+    integer = _INTEGER_LANES * float(facts["cores"]) * float(facts["clock"]) / 1e3
     return Chip(
         kind,
         memory,
-        _rates(matmul, vector, bandwidth, link, nvlink / 2),
+        _rates(matmul, vector, integer, bandwidth, link, nvlink / 2),
         topology="1x1x8",  # slices x hosts x devices: one machine of eight
         description=_CUDA_DESCRIPTION.format(kind=kind, **facts),
     )
@@ -155,11 +168,12 @@ def _cuda(
 # TPU matmul, bandwidth, links between chips: Google Cloud's system architecture pages for v5e, v5p
 # and v6e (cloud.google.com/tpu/docs/v5e, /v5p, /v6e). Memory: what the compiler says is available
 # when it refuses a program, a little under the 16, 95 and 32 GB of those pages. Not published, so
-# estimates: `vector` (8 x 128 lanes x 4 units x 2 FLOP x clock x cores) and the host link, both
-# after "How to Scale Your Model", chapter 2 (jax-ml.github.io/scaling-book/tpus).
+# estimates: `vector` (8 x 128 lanes x 4 units x 2 FLOP x clock x cores; an operation on integers
+# takes a lane as long as two FLOP) and the host link, both after "How to Scale Your Model",
+# chapter 2 (jax-ml.github.io/scaling-book/tpus).
 _TPUS = {
     "v5e": _tpu("TPU v5 lite", "2x2", 15.75, 197, 393, 12, 819, 15, 400),
-    "v5p": _tpu("TPU v5", "2x2x1", 95.73, 459, 918, 14, 2765, 15, 1200),
+    "v5p": _tpu("TPU v5", "2x2x1", 95.73, 459, 918, 28, 2765, 15, 1200),
     "v6e": _tpu("TPU v6 lite", "2x2", 31.24, 918, 1836, 14, 1640, 30, 800),
 }
 

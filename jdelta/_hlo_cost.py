@@ -1,6 +1,7 @@
 """Roofline seconds and traffic of the instructions of a compiled HLO module.
 
-Only matrix products and convolutions are priced by their arithmetic; everything else moves bytes.
+Matrix products and convolutions are priced by their arithmetic, and so are operations on integers,
+of which random bits take a hundred an element; everything else moves bytes.
 Kernels that the text does not describe (attention of cuDNN, Pallas) pay for their bytes alone.
 """
 
@@ -29,6 +30,10 @@ _FREE_CALLS = frozenset(
         "GatherScatterIndicesBitpacked",
     }
 )
+
+# On integers, at an operation an element. Of a rotation (left, right, either) only the shift to the
+# right is here: GPUs rotate in one.
+_INTEGER = frozenset("add and multiply shift-right-logical subtract xor".split())
 
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
 
@@ -65,6 +70,7 @@ def seconds(
         return 0.0
     work = products(module, computation, instruction)
     arithmetic = sum(flops / rates.flops(dtype) for dtype, flops in work)
+    arithmetic = max(arithmetic, _integers(module, instruction) / rates.integer)
     read, written = traffic(module, computation, instruction, DEVICE)
     return max(arithmetic, (read + written) / rates.bandwidth)
 
@@ -82,6 +88,15 @@ def products(
     elif rule := _rule(instruction):
         arrays = [operand.array for operand in computation.operands(instruction)]
         yield arrays[0].numpy_dtype, rule(instruction, arrays)
+
+
+def _integers(module: Module, instruction: Instruction) -> int:
+    """Operations on integers in an instruction."""
+    if (inner := module.called(instruction)) and _op(instruction) in ("fusion", "async"):
+        return sum(_integers(module, part) for part in inner)
+    if instruction.opcode not in _INTEGER:
+        return 0
+    return instruction.array.elements if instruction.array.dtype in ("s32", "u32") else 0
 
 
 def _op(instruction: Instruction) -> str:

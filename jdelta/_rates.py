@@ -23,6 +23,7 @@ Device: TypeAlias = Any
 """A ``jax.Device``, whose type JAX does not declare."""
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_OTHERS = ("vector", "integer", "bandwidth", "device_to_host", "host_to_device")
 _REPEATS = 5
 
 
@@ -77,11 +78,11 @@ def measured_rates(device: Device, published: Rates | None) -> Rates:
 
 
 def _fields() -> list[str]:
-    return [*_DTYPES, "vector", "bandwidth", "device_to_host", "host_to_device"]
+    return [*_DTYPES, *_OTHERS]
 
 
 def _flat(rates: Rates) -> list[float]:
-    others = (rates.vector, rates.bandwidth, rates.device_to_host, rates.host_to_device)
+    others = (getattr(rates, field) for field in _OTHERS)
     return [*(rate for _, rate in rates.matmul), *others]
 
 
@@ -104,6 +105,7 @@ def _timed(device: Device) -> Rates:
     return Rates(
         matmul=tuple((dtype, _matmul(device, sizes, dtype)) for dtype in _DTYPES),
         vector=_vector(device, sizes),
+        integer=_integer(device, sizes),
         bandwidth=bandwidth,
         device_to_host=to_host,
         host_to_device=to_device,
@@ -149,6 +151,20 @@ def _vector(device: Device, sizes: _Sizes) -> float:
         return x
 
     return 2 * steps * x.size / _seconds(partial(chain, x))
+
+
+def _integer(device: Device, sizes: _Sizes) -> float:
+    """Operations/s on integers that stay in registers, as random bits are made of."""
+    steps = 64
+    x = _array(device, sizes.array // 16).view(jnp.uint32)
+
+    @jax.jit
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(steps):
+            x = (x ^ (x >> 7)) + 0x1E3779B9
+        return x
+
+    return 3 * steps * x.size / _seconds(partial(chain, x))
 
 
 def _bandwidth(device: Device, sizes: _Sizes) -> float:

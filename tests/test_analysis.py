@@ -24,6 +24,7 @@ from jdelta._trace import trace
 RATES = Rates(
     matmul=(("float32", 1e12),),
     vector=1e11,
+    integer=1e10,
     bandwidth=1e9,
     device_to_host=1e8,
     host_to_device=2e8,
@@ -164,6 +165,15 @@ def test_a_fused_chain_is_priced_once():
     chain = sum(seconds(lambda x: jnp.cos(jnp.sin(x) * 2.0) + 1.0, X))
     assert one == pytest.approx(2 * KIB / 1e9)
     assert chain == pytest.approx(one, rel=0.1)  # one read, one write, a little arithmetic
+
+
+@pytest.mark.parametrize(
+    ("generator", "each"), [("threefry2x32", 100), ("rbg", 50), ("unsafe_rbg", 50)]
+)
+def test_random_bits_cost_by_their_generator(generator, each):
+    key = jax.random.key(0, impl=generator)
+    taken = seconds(lambda key: jax.random.bits(key, (1024,)), key)
+    assert taken == pytest.approx([each * 1024 / RATES.integer])
 
 
 def test_loops_cost_as_often_as_they_run_and_nothing_is_free():

@@ -16,6 +16,7 @@ from tests.versions import fails_in_jax_0_10_with_remat3
 RATES = Rates(
     matmul=(("float32", 1e9),),
     vector=1e9,
+    integer=1e9,
     bandwidth=8e6,
     device_to_host=4e6,
     host_to_device=2e6,
@@ -433,6 +434,34 @@ def test_flops(shapes, result, line, flops):
     ((dtype, found),) = products(program, program.entry, program.entry.root)
     assert found == flops
     assert dtype == program.entry["a"].array.numpy_dtype
+
+
+def test_random_bits_take_the_longer_of_their_operations_and_traffic():
+    """A mask of a million takes 0.125 s to write, an operation on as many integers 1 ms."""
+    words = "u32[1000000]{0}"
+    rounds = [
+        line
+        for i in range(200)
+        for line in (
+            f"%left{i} = {words} shift-left(%x{i}, %x{i})",
+            f"%right{i} = {words} shift-right-logical(%x{i}, %x{i})",
+            f"%turned{i} = {words} or(%left{i}, %right{i})",
+            f"%sum{i} = {words} add(%turned{i}, %x{i})",
+            f"%x{i + 1} = {words} xor(%sum{i}, %x{i})",
+        )
+    ]
+
+    def compute(rounds):
+        last = rounds[-1].split()[0] if rounds else "%x0"
+        lines = [f"%x0 = {words} iota(), iota_dimension=0", *rounds]
+        bits = f"ROOT %small = pred[1000000]{{0}} compare({last}, {last}), direction=LT"
+        body = "".join(f"  {line}\n" for line in [*lines, bits])
+        fused = "%bits () -> pred[1000000] {\n" + body + "}\n"
+        mask = "%mask = pred[1000000]{0} fusion(), kind=kLoop, calls=%bits"
+        return read(mask, before=fused).compute
+
+    assert compute([]) == pytest.approx(0.125)
+    assert compute(rounds) == pytest.approx(0.6)  # a rotation is one operation
 
 
 def test_a_product_takes_the_longer_of_arithmetic_and_traffic():

@@ -22,6 +22,7 @@ from jdelta._target import resolve
 RATES = Rates(
     matmul=(("bfloat16", 4.0), ("float16", 3.0), ("float32", 2.0)),
     vector=1.0,
+    integer=0.5,
     bandwidth=8.0,
     device_to_host=0.5,
     host_to_device=0.25,
