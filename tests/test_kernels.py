@@ -370,7 +370,14 @@ def test_kernels_run_as_often_as_planned_in_the_compiled_program(fun, target, ca
 
 def work(fun, *args):
     """Operations of the one equation of a program, at a rate of one a second."""
-    rates = Rates((("float32", 1.0),), 1.0, math.inf, 1.0, 1.0)
+    rates = Rates(
+        matmul=(("float32", 1.0),),
+        vector=1.0,
+        integer=1.0,
+        bandwidth=math.inf,
+        device_to_host=1.0,
+        host_to_device=1.0,
+    )
     program = graph_of(jax.make_jaxpr(fun)(*args))
     (op,) = [op for op in program.operations if op.primitive != "transpose"]
     roots = storage(program, Compiler(""))
