@@ -30,7 +30,7 @@ TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1", "tpu:v6e:2x2", "cuda:a100", "cuda:h10
 CORES = {"tpu:v5p:2x2x1": 2}
 PER_CYCLE = 8 * 128 * 4
 SHAPES = {"flat": (1 << 26,), "scores": (8, 12, 1024, 1024)}
-GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")
+GENERATORS = ("threefry2x32", "rbg")
 HEADS = "generator shape target instructions compiled traced".split()
 
 
