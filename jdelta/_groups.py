@@ -106,7 +106,8 @@ def _several(
         return in_turn
     if policy is None:
         return nested
-    return _jax.checkpointed(nested, _WithoutInputs(policy), prevent_cse=False)
+    planned = _WithoutInputs(policy, frozenset(session.aliases.values()))
+    return _jax.checkpointed(nested, planned, prevent_cse=False)
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,16 @@ class _WithoutInputs:
 
     Attributes:
         policy: The policy.
+        regions: What the plan has decided about. There may be others, of which nothing is left in
+            the step (``Session.region``).
     """
 
     policy: RegionPolicy
+    regions: frozenset[str]
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
         name = params.get("name")
-        if isinstance(name, RegionName) and name.is_input:
+        if not isinstance(name, RegionName) or name.is_input or name.region not in self.regions:
             return False
         return self.policy(prim, *avals, **params)
 

@@ -107,8 +107,9 @@ def shardings_of(closed: Jaxpr, args: Any, platform: str) -> Shardings:
             specs[var] = spec
     for var, sharding, leaf in zip(_jax.open_jaxpr(closed).invars, given, leaves, strict=True):
         specs[var] = _given(sharding, np.ndim(leaf))
-    named = ((_jax.named_value(eqn), eqn.outvars[0]) for eqn in _jax.equations(closed))
-    names = {name: specs[var] for name, var in named if name is not None and var in specs}
+    named = ((_jax.named_value(eqn), eqn) for eqn in _jax.equations(closed))
+    named = ((name, eqn.outvars[0]) for name, eqn in named if name is not None)
+    names = {name: specs[var] for name, var in named if var in specs}
     return Shardings(specs, names, sizes)
 
 

@@ -33,6 +33,7 @@ from jdelta._stacks import _Kind, _kind
 from jdelta._target import resolve
 from jdelta._timing import timed
 from jdelta._trace import trace
+from tests.frameworks import mean_square
 from tests.parallel import HIDDEN, LAYERS, PARALLEL, ROWS, WIDTH
 from tests.planning import planned, under
 from tests.test_steps import loops_of
@@ -91,6 +92,23 @@ def test_a_plan_fits_and_its_step_runs(kind):
     assert plan.predicted_peak == pytest.approx(plan.compiled_peak, rel=0.15)
     assert {Decision.SAVE, Decision.RECOMPUTE} <= set(plan.decisions.values())
     assert_same(got, expected)
+
+
+def test_a_step_that_prints_has_shardings():
+    """An equation may have no results."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P("data")))
+
+    @jdelta.remat
+    def unit(w, x):
+        jax.debug.print("{}", x.mean())
+        return jnp.tanh(x @ w)
+
+    found = trace(jax.grad(lambda w, x: mean_square(unit(w, x))), jnp.ones((8, 8)), x)
+    (region,) = found.regions
+    whole = [r for r in residuals(region, resolve("cpu")) if r.shape == (16, 8)]
+    assert whole
+    assert {r.bytes for r in whole} == {x.nbytes // 8}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MAPPED])

@@ -236,6 +236,25 @@ def test_nested_results_equal_the_plain_step(framework):
     assert_equal(run(*args), jax.jit(step)(*args))
 
 
+def test_nested_layers_whose_shapes_are_asked_for_first():
+    """As in ``test_remat.py``: what is traced for its shapes alone leaves nothing."""
+
+    def step(ws, xs):
+        def loss(ws, x):
+            return mean_square(jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0])
+
+        gradient = functools.partial(jax.grad(loss), ws)
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradient, xs[0]))
+        return jax.lax.scan(lambda total, x: (total + gradient(x), None), zeros, xs)[0]
+
+    layer = jdelta.remat(lambda w, x: jnp.tanh(x @ w))
+    args = jnp.ones((4, 8, 8)), jnp.linspace(-1, 1, 2 * 5 * 8).reshape(2, 5, 8)
+    found = trace(step, *args, grouping=Grouping(2, nested=True))
+    values = [v.name for r in found.regions for v in residuals(r, resolve("tpu:v5e:2x2"))]
+    run = jax.jit(under(found, dict.fromkeys(values, Decision.RECOMPUTE), step))
+    assert_equal(run(*args), jax.jit(step)(*args))
+
+
 @pytest.mark.parametrize("target", ["cpu", pytest.param("tpu:v5e:2x2", marks=pytest.mark.compiler)])
 def test_nested_checkpoints_reach_below_the_floor(target, tmp_path):
     """With nothing on the host, recompute cannot do without what enters each layer."""
