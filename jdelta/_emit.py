@@ -139,7 +139,8 @@ def _spilled(
 ) -> tuple[Callable[..., list[Any]], Emitted]:
     """The same step with its spilled values written and read."""
     assert step.store is not None
-    specs = _shardings(step, traced.jaxpr).names
+    shardings = _shardings(step, traced.jaxpr)
+    specs = {name: shardings.specs[var] for name, var in shardings.named.items()}
     leaves = jax.tree.leaves(step.args)
     meshes = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in leaves)
     mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)

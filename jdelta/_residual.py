@@ -22,7 +22,8 @@ class Residual:
     Attributes:
         name: ``region/scopes/primitive``, or the user's own ``checkpoint_name`` in its last part.
         region: Name of its region.
-        shape: Shape of one instance, unsharded; in a ``shard_map`` that of the part there.
+        shape: Shape of one instance, unsharded; in a ``shard_map`` that of the part there. With
+            ``jax.vmap`` around the gradient, before that how many of it one device has.
         dtype: Name of its dtype.
         count: Instances alive at once: iterations of the loops that keep them.
         bytes: Bytes of those instances on one device, without padding.
@@ -219,7 +220,7 @@ class _Analysis:
             seconds=sum(chain.work.values()) * nest.trips,
             loops=nest.loops + (op.times > 1),
             repeats=nest.repeats,
-            spec=what.spec,
+            spec=((), *what.spec) if copies > 1 and what.spec else what.spec,
             conditional=self.region.conditional or self.names[value].conditional,
             given=self.names[value].given,
         )

@@ -9,6 +9,7 @@ device is needed. Every contact with the dialects of JAX's compiler is in this f
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,13 +53,28 @@ class Shardings:
 
     Attributes:
         specs: From variables to their specifications; those not sharded may be left out.
-        names: The same from names that ``checkpoint_name`` gave to values.
+        named: From names that ``checkpoint_name`` gave to values to their variables, if these have
+            specifications.
         sizes: Devices along each mesh axis of the step.
     """
 
     specs: Mapping[Var, Spec] = field(default_factory=lambda: MappingProxyType({}))
-    names: Mapping[str, Spec] = field(default_factory=lambda: MappingProxyType({}))
+    named: Mapping[str, Var] = field(default_factory=lambda: MappingProxyType({}))
     sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    def of_one(self, name: str, shape: Sequence[int]) -> Spec:
+        """The specification of a named value without the dimensions that ``jax.vmap`` added.
+
+        Args:
+            name: The name of a value with a specification.
+            shape: Its shape before ``jax.vmap``.
+        """
+        var = self.named[name]
+        spec, batched = self.specs[var], var.aval.shape
+        for kept in itertools.combinations(reversed(range(len(batched))), len(shape)):
+            if spec and all(batched[i] == n for i, n in zip(reversed(kept), shape, strict=True)):
+                return _plain(spec[i] for i in reversed(kept))
+        return ()
 
 
 UNSHARDED = Shardings()
@@ -107,10 +123,12 @@ def shardings_of(closed: Jaxpr, args: Any, platform: str) -> Shardings:
             specs[var] = spec
     for var, sharding, leaf in zip(_jax.open_jaxpr(closed).invars, given, leaves, strict=True):
         specs[var] = _given(sharding, np.ndim(leaf))
-    named = ((_jax.named_value(eqn), eqn) for eqn in _jax.equations(closed))
-    named = ((name, eqn.outvars[0]) for name, eqn in named if name is not None)
-    names = {name: specs[var] for name, var in named if var in specs}
-    return Shardings(specs, names, sizes)
+    named = {
+        name: eqn.outvars[0]
+        for eqn in _jax.equations(closed)
+        if (name := _jax.named_value(eqn)) is not None and eqn.outvars[0] in specs
+    }
+    return Shardings(specs, named, sizes)
 
 
 def parts_of(spec: Spec) -> int:

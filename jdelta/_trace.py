@@ -164,8 +164,9 @@ def _derivative(session: Session, traced: str, step: Shardings) -> tuple[Graph, 
     specs: dict[_jax.Var, Spec] = {}
     for eqn in _jax.equations(closed):
         name = _jax.named_value(eqn)
-        if name is not None and name in step.names:
-            specs[eqn.outvars[0]] = specs[eqn.invars[0]] = step.names[name]
+        if name is not None and name in step.named:
+            spec = step.of_one(name, eqn.outvars[0].aval.shape)
+            specs[eqn.outvars[0]] = specs[eqn.invars[0]] = spec
     return graph_of(closed, dataclasses.replace(step, specs=specs), unfold_loops=True), primals
 
 

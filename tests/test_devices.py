@@ -1,6 +1,7 @@
 """Steps cut over eight devices: results, shardings, bytes per device, exchanges, the same plan."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -109,6 +110,28 @@ def test_a_step_that_prints_has_shardings():
     whole = [r for r in residuals(region, resolve("cpu")) if r.shape == (16, 8)]
     assert whole
     assert {r.bytes for r in whole} == {x.nbytes // 8}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("examples", [P("data"), P(None, "data")])
+def test_gradients_of_examples(examples, axis):
+    """``jax.vmap`` gives the values of the step a dimension that those of a region do not have."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    xs = np.linspace(-1, 1, 2**12, dtype=np.float32).reshape(16, 16, 16)
+    args = jnp.ones((16, 16)) / 16, jax.device_put(xs, NamedSharding(mesh, examples))
+
+    def step(unit, w, xs):
+        gradient = jax.grad(lambda w, x: mean_square(unit(w, x)))
+        return jax.vmap(gradient, (None, axis))(w, xs)
+
+    def unit(w, x):
+        return jnp.sin(jnp.tanh(x @ w)) @ w
+
+    planned_step = functools.partial(step, jdelta.remat(unit))
+    (region,) = trace(planned_step, *args).regions
+    assert {r.bytes for r in residuals(region, resolve("cpu"))} == {xs.nbytes // 8}
+    plan = jdelta.plan(planned_step, "1GiB", *args, pin={"*": "recompute"})
+    np.testing.assert_allclose(plan.jit()(*args), step(unit, *args), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MAPPED])
