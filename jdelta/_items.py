@@ -319,11 +319,12 @@ def _pinned(
                 f"pin: {pattern!r} fits only what enters a region, which jax.checkpoint keeps: "
                 "save or move it, or mark a larger unit with jdelta.remat"
             )
-        for r in fitting:
-            refusal = _refusal(r, ways, decision)
-            if refusal:
-                raise PlanMismatchError(f"pin: {r.name!r} cannot be {_DONE[decision]}: {refusal}")
-            pinned[r.name] = decision
+        pinned |= {r.name: decision for r in fitting}
+    for r in residuals:
+        refusal = _refusal(r, ways, pinned[r.name]) if r.name in pinned else None
+        if refusal:
+            done = _DONE[pinned[r.name]]
+            raise PlanMismatchError(f"pin: {r.name!r} cannot be {done}: {refusal}")
     return pinned
 
 

@@ -219,6 +219,8 @@ def test_pinned_decisions():
         jdelta.plan(step, 0.6, *arguments(), pin={"nothing": "save"})
     with pytest.raises(PlanMismatchError, match="cannot be offloaded"):
         jdelta.plan(step, 0.6, *arguments(), pin={"layer/tanh": Decision.OFFLOAD})
+    later = jdelta.plan(step, 1.0, *arguments(), pin={"*": "offload", "layer/*": "save"})
+    assert set(later.decisions.values()) == {Decision.SAVE}
     with pytest.raises(ValueError, match="'away' is no decision; expected save, offload"):
         jdelta.plan(step, 0.6, *arguments(), pin={"layer/tanh": "away"})
 
