@@ -125,7 +125,7 @@ class _WithoutInputs:
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
         name = params.get("name")
-        if not isinstance(name, RegionName) or name.is_input or name.region not in self.regions:
+        if isinstance(name, RegionName) and (name.is_input or name.region not in self.regions):
             return False
         return self.policy(prim, *avals, **params)
 

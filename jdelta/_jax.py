@@ -33,6 +33,9 @@ REGION = "jdelta_region"
 COTANGENT = "jdelta_cotangent"
 """Name of the identity on the tangents that leave a region while a step is recorded."""
 
+DEBUG = frozenset({"debug_callback", "debug_print"})
+"""What ``jax.debug`` calls."""
+
 CALLS = frozenset(
     f"pjit jit closed_call core_call eval_jaxpr remat remat2 checkpoint {REGION}".split()
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jdelta import _jax
 from jdelta._decision import Decision
 from jdelta._errors import PlanMismatchError
 from jdelta._naming import RegionName
@@ -77,10 +78,14 @@ class Policy:
         )
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
-        """What to do with the results of an equation: the protocol of ``jax.checkpoint``."""
+        """What to do with the results of an equation: the protocol of ``jax.checkpoint``.
+
+        Calls of ``jax.debug`` have none. Those not "saved" run in the backward pass too, for which
+        JAX (to 0.12) forgets to keep what they read, where it is not computed again.
+        """
         name = params.get("name")
         if not isinstance(name, RegionName):
-            return False
+            return prim.name in _jax.DEBUG
         return self._by_name(prim, *avals, **{**params, "name": self._known(name)})
 
     def decision(self, name: str) -> Decision:

@@ -146,6 +146,29 @@ def test_what_no_gradient_reaches_is_no_residual(use):
     assert_close(jax.jit(run)(W, X), step(looking, W, X))
 
 
+@pytest.mark.parametrize(("decision", "times"), [(Decision.SAVE, 1), (Decision.RECOMPUTE, 2)])
+@pytest.mark.parametrize("call", [jax.debug.callback, functools.partial(jax.debug.print, "{}")])
+def test_what_is_printed(call, decision, times, capsys):
+    """As often as it is computed. With a ``jax.checkpoint`` alone that keeps it JAX fails."""
+
+    def unit(w, x):
+        h = jnp.tanh(x @ w)
+        first = () if call is not jax.debug.callback else (lambda total: print(total),)
+        call(*first, h.sum())
+        return jnp.sin(h) * h
+
+    def step(unit, w, x):
+        return jax.grad(lambda w: jnp.sum(unit(w, unit(w, x)) ** 2))(w)
+
+    marked = functools.partial(step, jdelta.remat(unit))
+    found, priced, _ = decided(marked, lambda i, r: decision, W, X)
+    run = under(found, dict.fromkeys([r.name for r in priced], decision), marked)
+    got = jax.jit(run)(W, X)
+    jax.effects_barrier()
+    assert len(capsys.readouterr().out.split()) == 2 * times
+    assert_close(got, step(unit, W, X))
+
+
 @pytest.mark.parametrize("mark", [jdelta.remat, lambda f: f], ids=["marked", "found"])
 def test_a_gradient_whose_shapes_are_asked_for_first(mark):
     """Gradients are accumulated so: what is traced for its shapes alone leaves nothing."""
