@@ -163,6 +163,12 @@ def _traced(planned: Any, step: Step, policy: Policy | None) -> jax.stages.Trace
             raise
         if "<host>" not in str(error):
             raise
+        if "select_n" in str(error):
+            raise OffloadError(
+                "jax.vmap makes a cond with a marked region in it a choice between the values of "
+                "its branches, and JAX cannot choose where some are on the host, or in files. Pin "
+                "nothing there (host_budget=0, no spill=), or mark what has no cond around it."
+            ) from error
         raise OffloadError(
             "The step differentiates in reverse what it has differentiated in reverse already, and "
             "JAX cannot transpose a copy to the host, nor to files. Pin nothing there "

@@ -273,3 +273,18 @@ def test_nothing_is_offloaded_where_reverse_goes_over_reverse():
     assert Decision.OFFLOAD not in decisions.values()
     with pytest.raises(OffloadError, match="JAX cannot transpose a copy to the host"):
         searched(large_penalty, {"*/sin": "offload"})._decide(0.0)
+
+
+def vmapped_cond(w):
+    def loss(w, x):
+        y = jax.lax.cond(x.sum() > 1, lambda x: x, functools.partial(jdelta.remat(unit), w), x)
+        return jnp.sum(jdelta.remat(unit)(w, y) ** 2)
+
+    return jax.vmap(jax.grad(loss), (None, 0))(w[0], jnp.zeros((4, 2048, 512)))
+
+
+def test_nothing_is_offloaded_where_vmap_chooses_between_branches():
+    decisions = searched(vmapped_cond, {})._decide(0.0).decisions
+    assert Decision.OFFLOAD not in decisions.values()
+    with pytest.raises(OffloadError, match="makes a cond with a marked region in it a choice"):
+        searched(vmapped_cond, {"*/cos": "offload"})._decide(0.0)
