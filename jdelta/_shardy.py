@@ -71,9 +71,12 @@ class Shardings:
         """
         var = self.named[name]
         spec, batched = self.specs[var], var.aval.shape
+        if not spec:
+            return ()
         for kept in itertools.combinations(reversed(range(len(batched))), len(shape)):
-            if spec and all(batched[i] == n for i, n in zip(reversed(kept), shape, strict=True)):
-                return _plain(spec[i] for i in reversed(kept))
+            dimensions = kept[::-1]  # the last ones first, since most are added in front
+            if tuple(batched[i] for i in dimensions) == tuple(shape):
+                return _plain(spec[i] for i in dimensions)
         return ()
 
 
