@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -76,27 +76,18 @@ class Found:
         return self.best.peak >= GOOD_USE * self.budget or not self.best.overhead
 
 
-def not_there(
-    names: Sequence[str], unread: Collection[str], away: Mapping[str, int], measurement: Measurement
-) -> str:
+def not_there(names: Sequence[str], away: Mapping[str, int], measurement: Measurement) -> str:
     """What to say where the program keeps on the device what the plan puts on the host.
 
     Args:
         names: What is not on the host.
-        unread: What no backward pass reads under the plan.
         away: From what should be there to bytes.
         measurement: Of the program.
     """
-    useless = [name for name in names if name in unread]
-    why = (
-        f"nothing reads {format_some(useless, 5)} in the backward pass, since all that is computed "
-        'from it is kept. Pin that to "recompute" too, or take these out of pin=.'
-        if useless
-        else f"the compiler keeps {format_some(names, 5)} on the device. Take these out of pin=."
-    )
     return (
         f"The plan puts {format_bytes(sum(away.values()))} on the host, but the compiled program "
-        f"holds {format_bytes(measurement.host)} there: {why}"
+        f"holds {format_bytes(measurement.host)} there: the compiler keeps {format_some(names, 5)} "
+        "on the device. Take these out of pin=."
     )
 
 

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jdelta._decision import Decision
-from jdelta._errors import BudgetError, PlanMismatchError
-from jdelta._format import format_bytes
+from jdelta._errors import BudgetError, OffloadError, PlanMismatchError, SpillError
+from jdelta._format import format_bytes, format_some
 from jdelta._fusion import Compiler
 from jdelta._graph import Value
 from jdelta._problem import AWAY, Item, Move, Problem, Tier
@@ -45,13 +45,13 @@ class Items:
     def decisions(self, chosen: Sequence[Decision]) -> dict[str, Decision]:
         """Decisions for all residuals, given those for the items.
 
-        What a solver keeps although nothing in the backward pass would read it (given all else
-        that is kept) is dropped: JAX would not keep it either. Pins stay as they are.
+        What is kept or moved although nothing in the backward pass would read it (given all else
+        that is kept) is dropped: JAX would not keep it either. What is pinned to stay, stays.
         """
         free = {item.name: d for item, d in zip(self.problem.items, chosen, strict=True)}
         given = [self.pinned.get(r.name) or self._given(r, free) for r in self.residuals]
         again = self.whole.recomputed(given)
-        kept = set(self.pinned)
+        kept = {name for name, decision in self.pinned.items() if decision not in AWAY}
         for r, more in zip(self.residuals, again, strict=True):
             kept.update(r.sources if more else ())
         return {
@@ -102,13 +102,31 @@ class Items:
         """Seconds that complete decisions add to the step."""
         return self.whole.overhead([decisions[r.name] for r in self.residuals])
 
-    def unread(self, decisions: Mapping[str, Decision]) -> set[str]:
-        """What no backward pass reads: not by itself, and nothing is computed again from it."""
-        read: dict[str, bool] = {}
-        for r in reversed(self.residuals):
-            again = (c for c in r.consumers if decisions.get(c) is Decision.RECOMPUTE)
-            read[r.name] = r.needed or any(read.get(c, True) for c in again)
-        return {name for name, is_read in read.items() if not is_read}
+    def check_moved(
+        self, pin: Mapping[str, Decision | str], decisions: Mapping[str, Decision]
+    ) -> None:
+        """Refuse a pattern that moves nothing, since the backward pass reads nothing of it.
+
+        Args:
+            pin: Decisions of the user's, from patterns of names.
+            decisions: Those of the plan.
+
+        Raises:
+            OffloadError: It should go to the host.
+            SpillError: It should go to files.
+        """
+        for pattern, given in pin.items():
+            decision = Decision(given)
+            if decision not in AWAY:
+                continue
+            pinned = (name for name, to in self.pinned.items() if to is decision)
+            names = [name for name in pinned if fnmatch.fnmatchcase(name, pattern)]
+            if names and all(decisions[name] is Decision.RECOMPUTE for name in names):
+                raise _ERRORS[decision](
+                    f"pin: {pattern!r} moves nothing: nothing reads {format_some(names, 5)} in the "
+                    "backward pass, since all that is computed from it is kept. Pin that to "
+                    '"recompute" too, or take this out of pin=.'
+                )
 
     def _given(self, r: Residual, free: Mapping[str, Decision]) -> Decision:
         """The decision for a residual; a boundary stays, or leaves for another memory."""
@@ -321,13 +339,13 @@ def _pinned(
             )
         pinned |= {r.name: decision for r in fitting}
     for r in residuals:
-        refusal = _refusal(r, ways, pinned[r.name]) if r.name in pinned else None
-        if refusal:
-            done = _DONE[pinned[r.name]]
-            raise PlanMismatchError(f"pin: {r.name!r} cannot be {done}: {refusal}")
+        decision = pinned.get(r.name)
+        if decision and (refusal := _refusal(r, ways, decision)):
+            raise PlanMismatchError(f"pin: {r.name!r} cannot be {_DONE[decision]}: {refusal}")
     return pinned
 
 
+_ERRORS = {Decision.OFFLOAD: OffloadError, Decision.SPILL: SpillError}
 _DONE = {Decision.OFFLOAD: "offloaded", Decision.SPILL: "spilled"}
 
 

@@ -58,10 +58,13 @@ class Planning:
         Raises:
             BudgetError: The budget is below the least peak that the step can reach.
             OffloadError: What the user pinned to the host is not there in the compiled program.
+            SpillError: The same for files.
         """
         search = self._search(AS_WRITTEN)
         bound = search.bound(budget)
-        if not search.trace.trips or not self.per_layer or self.pin:
+        if self.pin:
+            return search, self._pinned(search, bound)
+        if not search.trace.trips or not self.per_layer:
             return search, search.run(bound)
         may_be_apart = search.step.target.platform in GROUPS
         try:
@@ -70,6 +73,13 @@ class Planning:
             return self._nested(search, bound, error)
         is_done = found.is_good or not may_be_apart
         return (search, found) if is_done else self._apart(search, found)
+
+    def _pinned(self, search: Search, bound: int) -> Found:
+        """A plan that does what the user decided."""
+        found = search.run(bound)
+        if found.best.decisions and isinstance(self.pin, Mapping):
+            search.items.check_moved(self.pin, found.best.decisions)
+        return found
 
     def _search(self, grouping: Grouping, before: Search | None = None) -> Search:
         loops = f", {grouping.layers} layers in an iteration" if grouping.layers > 1 else ""

@@ -117,9 +117,10 @@ def plan(
             the devices of a process, less arguments that live there.
         pin: Decisions taken by hand: from a pattern of residual names (``"h/mlp/*"``) to
             ``"save"``, ``"offload"``, ``"spill"`` or ``"recompute"``; the last that fits a name
-            counts. One layer of a scan is then decided like the others. Or a ``jax.checkpoint``
-            policy, which then decides everything: so a policy written by hand is compiled, checked
-            and shown like a plan.
+            counts. What nothing in the backward pass reads is not moved, and a pattern that fits
+            nothing else is an error. One layer of a scan is then decided like the others. Or a
+            ``jax.checkpoint`` policy, which then decides everything: so a policy written by hand
+            is compiled, checked and shown like a plan.
         per_layer: Whether layers of a scan may be decided differently where that pays. The planned
             loop then runs several layers in an iteration, which ``plan.jit`` can do, but no plan
             used as a mere policy: False where the plan is to be one.
@@ -138,9 +139,11 @@ def plan(
             is pinned to the host than ``host_budget``.
         TraceError: The step takes no gradient, or none through what is marked.
         TargetError: The target is unknown or its compiler is not installed.
-        OffloadError: The compiled program does not offload what was planned.
+        OffloadError: The compiled program does not offload what was planned, or a pattern of
+            ``pin`` offloads nothing.
         PlanMismatchError: A pattern of ``pin`` fits nothing.
-        SpillError: Nothing can be spilled on the target, or to the directory.
+        SpillError: Nothing can be spilled on the target, or to the directory, or by a pattern of
+            ``pin``.
 
     Example:
         >>> import jax, jax.numpy as jnp, jdelta

@@ -446,9 +446,8 @@ class Search:
         if measurement.refused or not (missing or wrong):
             return False
         if self.items.pinned.keys() & away.keys():
-            unread = self.items.unread(decisions)
             raise OffloadError(
-                wrong_order(wrong) if wrong else not_there(missing, unread, away, measurement)
+                wrong_order(wrong) if wrong else not_there(missing, away, measurement)
             )
         return True
 

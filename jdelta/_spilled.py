@@ -60,8 +60,8 @@ def check_spilled(
 
     XLA removes a write whose value nobody reads, and a residual may be spilled by name that the
     step, as it was emitted, does not hand from the forward to the backward pass. That is right only
-    for what the backward pass need not read, which takes no memory then: what enters a unit where
-    all is kept that is computed from it, and what a pin names in vain.
+    for what the backward pass need not read, such as what enters a unit where all is kept that is
+    computed from it: it takes no memory then.
 
     Args:
         residuals: Residuals of the step.

@@ -124,6 +124,10 @@ def test_offload_of_what_nothing_reads_is_an_error(target):
     pin["*/cos"] = "recompute"
     plan = jdelta.plan(step, "14GiB", *shapes, target=target, pin=pin)
     assert plan.host_bytes == LAYERS * ROWS * WIDTH * 4
+    everything = jdelta.plan(step, "14GiB", *shapes, target=target, pin={"*": "offload"})
+    away = {name for name, d in everything.decisions.items() if d is Decision.OFFLOAD}
+    assert away == {"lambda/input", "lambda/cos"}  # and not the product
+    assert everything.host_bytes == 2 * plan.host_bytes
 
 
 @pytest.mark.parametrize("target", TARGETS[:1])

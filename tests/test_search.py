@@ -67,7 +67,7 @@ def test_the_budget_is_used_however_far_off_the_simulation_is(deviation, monkeyp
     ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(LAYERS)]
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     plan = jdelta.plan(step, 0.8, ws, x, target="tpu:v5e:2x2")
-    assert 0.94 * plan.budget <= plan.compiled_peak <= plan.budget
+    assert 0.93 * plan.budget <= plan.compiled_peak <= plan.budget
     assert plan.compiles <= 4
 
 
