@@ -1,8 +1,8 @@
 """Boundaries: values that the step computes and hands to a region.
 
-``jax.checkpoint`` keeps a region's inputs, so a boundary stays in memory whatever is decided about
-the values inside. It cannot be recomputed, but it can be offloaded: under a budget that is below
-what recompute alone reaches. Weights, constants and slices of a loop's inputs are no boundaries.
+``jax.checkpoint`` keeps of a region's inputs what its backward pass reads, or computes again from
+them. A boundary cannot be recomputed, but it can be offloaded: under a budget that is below what
+recompute alone reaches. Weights, constants and slices of a loop's inputs are no boundaries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jdelta._graph import Graph, Operation, Value
 from jdelta._naming import RegionName
 from jdelta._nest import OUTSIDE, Nest
 from jdelta._primitives import CHEAP, FREE, VIEWS
-from jdelta._residual import Residual, residuals
+from jdelta._residual import Residual, needed_inputs, residuals, with_consumers
 from jdelta._target import Target
 from jdelta._trace import Trace
 
@@ -33,16 +33,28 @@ def with_boundaries(trace: Trace, target: Target) -> tuple[Residual, ...]:
     shared = Counter(entry.buffer for entry in entries)
     alone = [entry for entry in entries if shared[entry.buffer] == 1]
     found = {r.name: r for region in trace.regions for r in residuals(region, target)}
+    read = {name for region in trace.regions for name in needed_inputs(region, target)}
+    items = {name: name for name in found}
     for entry in alone:
         name = trace.plan_name(entry.name)
         maker = trace.plan_name(entry.maker) if entry.maker else None
         if maker in found and found[maker].loops == 0:
+            items[name] = maker
             found[maker] = replace(
-                found[maker], boundary=True, entering=name, needed=True, sources=(), seconds=0.0
+                found[maker],
+                boundary=True,
+                entering=name,
+                needed=found[maker].needed or name in read,
+                sources=(),
+                seconds=0.0,
             )
         else:
-            found[name] = _residual(entry, name)
-    return _ordered(list(found.values()), trace)
+            items[name] = name
+            found[name] = _residual(entry, name, needed=name in read)
+    known = (
+        replace(r, sources=tuple(items[s] for s in r.sources if s in items)) for r in found.values()
+    )
+    return with_consumers(_ordered(list(known), trace))
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,7 @@ def _carried(op: Operation) -> set[int]:
     return set(op.body.inputs[consts : consts + carry])
 
 
-def _residual(entry: _Entry, name: str) -> Residual:
+def _residual(entry: _Entry, name: str, *, needed: bool) -> Residual:
     return Residual(
         name=name,
         region=name.removesuffix("/" + name.rsplit("/", 1)[1]),
@@ -110,7 +122,7 @@ def _residual(entry: _Entry, name: str) -> Residual:
         producer=INPUT_OF_REGION,
         consumers=(),
         sources=(),
-        needed=True,
+        needed=needed,
         read_narrowly=False,
         seconds=0.0,
         loops=entry.nest.loops,

@@ -158,10 +158,11 @@ class _Explaining:
         found: dict[str, Residual] = {}
         todo = list(r.sources)
         while todo:
-            name = todo.pop()
-            if name not in found and self.decisions[name] is Decision.RECOMPUTE:
-                found[name] = self.by_name[name]
-                todo += found[name].sources
+            source = self.by_name[todo.pop()]
+            dropped = self.decisions[source.name] is Decision.RECOMPUTE and not source.boundary
+            if source.name not in found and dropped:
+                found[source.name] = source
+                todo += source.sources
         return [source for source in self.plan.residuals if source.name in found]
 
     def _lifespan(self, r: Residual) -> float:

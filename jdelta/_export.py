@@ -92,7 +92,7 @@ def _names(plan: Plan) -> _Names:
         for r in plan.residuals
         if not (r.given or r.boundary) and plan.decisions[r.name] is not Decision.RECOMPUTE
     ]
-    entering = {plan.decisions[r.name] for r in plan.residuals if r.boundary}
+    entering = {plan.decisions[r.name] for r in plan.residuals if r.boundary} - {_RECOMPUTE}
     return _Names(decisions, unnamed, min(entering, key=list(Decision).index, default=_SAVE))
 
 

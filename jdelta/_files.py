@@ -107,7 +107,7 @@ def _refusal(r: Residual, least: int, last: str | None) -> str | None:
         return "in a branch of a cond, which no token leaves"
     if not r.shape or r.bytes < least * r.count:
         return "too small to be worth a file"
-    if r.region == last:
+    if last and (r.region == last or (r.entering or "").startswith(f"{last}/")):
         return "in the last unit of the forward pass, so read at once"
     if not _has_bytes(r.dtype):
         return f"of dtype {r.dtype}, which has no whole bytes"

@@ -261,10 +261,11 @@ class _Maker:
         """Items for the residuals; those pinned to a memory are there anyway, so they are none."""
         index: dict[str, int] = {}
         items: list[Item] = []
+        in_use = {r.name for r in residuals if r.boundary and r.needed}  # whatever is dropped
         for r in residuals:
             if pinned.get(r.name, Decision.RECOMPUTE) is Decision.RECOMPUTE:
                 index[r.name] = len(items)
-                sources = tuple(index[s] for s in r.sources if s in index)
+                sources = tuple(index[s] for s in r.sources if s in index and s not in in_use)
                 items.append(self._item(r, sources, held=r.name in pinned))
         return tuple(items)
 

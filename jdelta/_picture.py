@@ -168,7 +168,9 @@ def _coarse(found: Sequence[Moment]) -> Iterator[Moment]:
 
 def grid(plan: Plan) -> Grid:
     """Decisions by region and by value; in regions of a loop one column stands for all layers."""
-    shown = [r for r in plan.residuals if r.needed or r.boundary]
+    shown = [
+        r for r in plan.residuals if r.needed or plan.decisions[r.name] is not Decision.RECOMPUTE
+    ]
     columns = list(dict.fromkeys(r.region for r in shown))
     cells: dict[str, dict[str, Decision]] = {}
     for r in shown:

@@ -29,7 +29,8 @@ class Residual:
         bytes: Bytes of those instances on one device, without padding.
         producer: The JAX primitive that makes it.
         consumers: Names of the residuals computed from it, in program order.
-        sources: Names of the residuals it is computed from, in program order.
+        sources: Names of the residuals it is computed from, in program order. Of a region by itself
+            its inputs are among them.
         needed: Whether the backward pass reads it. If not, it can only be worth keeping for what
             is recomputed from it.
         read_narrowly: Whether nothing but matrix products and casts to bfloat16 reads it.
@@ -68,7 +69,21 @@ class Residual:
 
 def residuals(region: Region, target: Target) -> tuple[Residual, ...]:
     """The residuals of a region, sources before what is computed from them."""
-    return _Analysis(region, target).residuals()
+    return with_consumers(_Analysis(region, target).residuals())
+
+
+def needed_inputs(region: Region, target: Target) -> frozenset[str]:
+    """Names of the region's inputs that its backward pass reads, whatever is kept of the rest."""
+    return _Analysis(region, target).needed_inputs()
+
+
+def with_consumers(found: Sequence[Residual]) -> tuple[Residual, ...]:
+    """The residuals, each with the names of those that it is a source of."""
+    consumers: dict[str, list[str]] = {}
+    for residual in found:
+        for source in residual.sources:
+            consumers.setdefault(source, []).append(residual.name)
+    return tuple(replace(r, consumers=tuple(consumers.get(r.name, ()))) for r in found)
 
 
 @dataclass
@@ -76,7 +91,7 @@ class _Chain:
     """What has to be computed for a value, given the residuals it starts from.
 
     Attributes:
-        sources: Those residuals.
+        sources: Those residuals, and inputs of the region.
         work: Seconds of each operation, by its identity: branches that meet share what is above.
     """
 
@@ -96,6 +111,7 @@ class _Analysis:
         self.producers = self.graph.producers()
         self.base = self._bases()
         self.names = self._names()
+        self.inputs = {v for v, name in self.names.items() if name.is_input}
         self.constant = self._constant()
         self.makers, read = self._forward()
         self.needed = self._through_what_is_no_item(read)
@@ -162,10 +178,13 @@ class _Analysis:
             chain.work[id(op)] = op.times * self.batch * self._seconds(op, roots)
             for v in op.outputs:
                 if self._is_item(op, v):
-                    found[v] = self._residual(op, v, chain, found)
+                    found[v] = self._residual(op, v, chain)
                 else:
                     below[v] = chain
-        return self._with_consumers(list(found.values()))
+        return tuple(found.values())
+
+    def needed_inputs(self) -> frozenset[str]:
+        return frozenset(self._plan_name(v) for v in self.inputs & self.needed)
 
     def _seconds(self, op: Operation, roots: Sequence[frozenset[int]]) -> float:
         target = self.target
@@ -176,10 +195,10 @@ class _Analysis:
     def _chain(
         self, op: Operation, below: Mapping[int, _Chain], found: Mapping[int, Residual]
     ) -> _Chain:
-        """Residuals an operation starts from, and what lies between them and it."""
+        """Residuals and inputs an operation starts from, and what lies between them and it."""
         chain = _Chain()
         for base in (self.base[v] for v in op.inputs):
-            if base in found:
+            if base in found or base in self.inputs:
                 chain.sources.add(base)
             elif base in below:
                 chain.sources |= below[base].sources
@@ -195,13 +214,7 @@ class _Analysis:
     def _may_be_kept(self, op: Operation, value: int) -> bool:
         return op.primitive not in FREE and value in self.names and value not in self.constant
 
-    def _residual(
-        self,
-        op: Operation,
-        value: int,
-        chain: _Chain,
-        found: dict[int, Residual],
-    ) -> Residual:
+    def _residual(self, op: Operation, value: int, chain: _Chain) -> Residual:
         what, nest = self.graph.values[value], self.region.nest
         count = op.times * nest.kept
         copies = self.region.copies[self.names[value]]
@@ -214,7 +227,7 @@ class _Analysis:
             bytes=what.bytes * copies * count,
             producer=op.primitive,
             consumers=(),
-            sources=tuple(found[s].name for s in sorted(chain.sources)),
+            sources=tuple(self._plan_name(s) for s in sorted(chain.sources)),
             needed=value in self.needed,
             read_narrowly=value in self.narrow,
             seconds=sum(chain.work.values()) * nest.trips,
@@ -227,11 +240,3 @@ class _Analysis:
 
     def _plan_name(self, value: int) -> str:
         return f"{self.region.name}/{self.names[value].removeprefix(self.prefix)}"
-
-    @staticmethod
-    def _with_consumers(found: Sequence[Residual]) -> tuple[Residual, ...]:
-        consumers: dict[str, list[str]] = {}
-        for residual in found:
-            for source in residual.sources:
-                consumers.setdefault(source, []).append(residual.name)
-        return tuple(replace(r, consumers=tuple(consumers.get(r.name, ()))) for r in found)

@@ -59,9 +59,7 @@ def check_spilled(
     """Check that a compiled program writes and reads all that a plan spills.
 
     XLA removes a write whose value nobody reads, and a residual may be spilled by name that the
-    step, as it was emitted, does not hand from the forward to the backward pass. That is right only
-    for what the backward pass need not read, such as what enters a unit where all is kept that is
-    computed from it: it takes no memory then.
+    step, as it was emitted, does not hand from the forward to the backward pass.
 
     Args:
         residuals: Residuals of the step.
@@ -76,9 +74,7 @@ def check_spilled(
     if not planned:
         return
     found = _found(emitted, files)
-    handed = {place.name for place in emitted.places.values()}
-    read = [r for r in planned if (r.needed and not r.boundary) or handed & _names(r)]
-    missing = [r for r in read if max(found[name] for name in _names(r)) < r.bytes]
+    missing = [r for r in planned if max(found[name] for name in _names(r)) < r.bytes]
     if missing:
         names = format_some([r.name for r in missing], 5)
         raise SpillError(

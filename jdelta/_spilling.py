@@ -72,12 +72,15 @@ def spilled(closed: Jaxpr, spilling: Spilling) -> tuple[Callable[..., list[Any]]
         emitted.places.clear()
         run = _Run(spilling, emitted, itertools.count())
         results = run.program(program, args)
+        if not spilling.store.by_callback:  # JAX leaves out what nobody reads, but no callback
+            for slot in emitted.places.keys() - run.read:
+                del emitted.places[slot]
         return [_whole(x, "the step hands out") for x in results]
 
     return run, emitted
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Record:
     """A place in the program where a value is written.
 
@@ -85,13 +88,11 @@ class _Record:
         slot: Its number in the store.
         aval: Shape and dtype of the value, that of one iteration in a loop.
         sharding: How it is cut over devices; None where it is not, and inside of a ``shard_map``.
-        is_read: Whether the program has read it: it may do so once.
     """
 
     slot: int
     aval: Any
     sharding: NamedSharding | None
-    is_read: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class _Run:
         spilling: How values are spilled.
         emitted: Counts what is written.
         slots: Hands out slots.
+        read: Slots of what the program has read back: it may do so once.
         row: Number of the iteration, over all loops around.
         kept: Iterations that have their values in files at once.
         trips: Iterations of all loops around.
@@ -123,6 +125,7 @@ class _Run:
     spilling: Spilling
     emitted: Emitted
     slots: Any
+    read: set[int] = field(default_factory=set[int])
     row: Any = 0
     kept: int = 1
     trips: int = 1
@@ -182,12 +185,12 @@ class _Run:
         record = away.record
         if record.slot in back:
             return back[record.slot]
-        if record.is_read:
+        if record.slot in self.read:
             raise SpillError(
                 f"Two loops of the backward pass read one spilled value, {record.aval}, which can "
                 'be read once. Pin it to "save", or plan without spill=.'
             )
-        record.is_read = True
+        self.read.add(record.slot)
         place: dict[str, Any] = {"slot": record.slot, "row": self.row, "sharding": record.sharding}
         token = _after(away.token, after)
         back[record.slot] = read(self.spilling.store, token, record.aval, **place)

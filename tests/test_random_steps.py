@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import jdelta
+from jdelta._boundary import with_boundaries
 from jdelta._decision import Decision
 from jdelta._emit import Step, emit
 from jdelta._items import items_of
@@ -20,6 +21,7 @@ from jdelta._timing import TIMED, timed
 from jdelta._trace import trace
 from tests.planning import under
 from tests.random_steps import LAYER_FORMS, arguments, forms, step_of
+from tests.spilling import open_store
 
 TARGET = resolve("tpu:v5e:2x2")
 WAYS = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
@@ -72,5 +74,31 @@ def test_results_equal_the_plain_step(layers):
             for platform in TIMED:
                 moved = jax.jit(timed(staged, TARGET.rates, platform))
                 check(moved(*jax.tree.leaves(args)), expected)
+
+    run()
+
+
+@pytest.mark.parametrize("layers", sorted(set(LAYER_FORMS) - {"cond"}))
+def test_what_enters_a_unit_is_moved_where_it_is_said_to_be_read(layers, tmp_path):
+    """All else being kept: JAX hands it on to the backward pass, or does not.
+
+    Not under ``jax.vmap``, which may transpose what is spilled: that is refused.
+    """
+    target, store = resolve("cpu"), open_store(tmp_path)
+    args = arguments()
+
+    @settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
+    @given(forms(layers).filter(lambda form: form.wrapped != "per example"))
+    def run(form):
+        step = step_of(form, jdelta.remat)
+        found = trace(step, *args)
+        priced = with_boundaries(found, target)
+        given = {r.name: Decision.SPILL if r.boundary else Decision.SAVE for r in priced}
+        names = given | {r.entering: given[r.name] for r in priced if r.entering}
+        policy = Policy.of(names, found.loops, "cpu", partly=found.partly)
+        planned_step = Step(step, args, (), target, found.aliases, found.automatic, store=store)
+        moved = {place.name for place in emit(planned_step, policy).spilled.places.values()}
+        read = {r.name for r in priced if r.boundary and r.needed}
+        assert {r.name for r in priced if {r.name, r.entering} & moved} == read
 
     run()

@@ -61,6 +61,11 @@ def test_a_loop_is_drawn_over_all_its_iterations():
     assert plain[-1].start + plain[-1].seconds == pytest.approx(plan.step_seconds, rel=1e-6)
 
 
+def shown(plan):
+    dropped = Decision.RECOMPUTE
+    return [r.name for r in plan.residuals if r.needed or plan.decisions[r.name] is not dropped]
+
+
 def test_the_grid_has_every_decision(plan):
     grid = plan.picture().grid
     told = {
@@ -69,8 +74,7 @@ def test_the_grid_has_every_decision(plan):
         for column, decision in zip(grid.columns, line, strict=True)
         if decision is not None
     }
-    shown = {r.name for r in plan.residuals if r.needed or r.boundary}
-    assert told == {name: plan.decisions[name] for name in shown}
+    assert told == {name: plan.decisions[name] for name in shown(plan)}
 
 
 def test_the_page_holds_the_plan(plan, page):
@@ -79,7 +83,7 @@ def test_the_page_holds_the_plan(plan, page):
     assert dict(data["figures"])["target"] == "cpu"
     assert [point[0] for point in data["plans"]] == ["this plan", "by hand"]
     cells = sum(cell is not None for row in data["grid"]["cells"] for cell in row)
-    assert cells == sum(r.needed or r.boundary for r in plan.residuals)
+    assert cells == len(shown(plan))
 
 
 def test_the_page_asks_for_nothing_else(page):
@@ -136,8 +140,7 @@ def test_the_page_draws_itself(plan, page, tmp_path, width):
     assert len(re.findall(r'class="line"', dom)) == 2
     assert len(re.findall(r'class="budget"', dom)) == 1
     assert len(re.findall(r'class="plan"', dom)) == 2
-    shown = sum(r.needed or r.boundary for r in plan.residuals)
-    assert len(re.findall(r'class="cell"', dom)) == shown
+    assert len(re.findall(r'class="cell"', dom)) == len(shown(plan))
     assert len(re.findall(r'class="curve"', dom)) == 6
     assert "NaN" not in dom
     assert re.search(r'<section id="lanes" hidden', dom)

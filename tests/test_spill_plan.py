@@ -1,6 +1,7 @@
 """Plans that spill: what is spilled and what it is worth, equal steps, exact bytes."""
 
 import dataclasses
+import functools
 import math
 import types
 import warnings
@@ -9,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from spilling import MIB, check, flow, network, usage
+from jax.ad_checkpoint import checkpoint_name
+from spilling import MIB, check, flow, network, open_store, usage
 
 import jdelta
 from benchmarks import rok
@@ -20,6 +22,7 @@ from jdelta._drift import Drift
 from jdelta._files import Scope, hidden_scopes, to_files
 from jdelta._format import format_bytes
 from jdelta._items import items_of
+from jdelta._naming import RegionName
 from jdelta._spill import SpillRates, write
 from jdelta._target import resolve
 from jdelta._trace import trace
@@ -90,6 +93,8 @@ def test_what_is_not_spilled(tmp_path):
     one = next(r for r in found if r.name == "block_0/tanh")
     odd = [dataclasses.replace(one, dtype=dtype) for dtype in ("int4", "key<fry>")]
     assert all("whole bytes" in way.refusal(r) for r in odd)
+    into = dataclasses.replace(one, entering=f"block_{LAYERS - 1}/input", boundary=True)
+    assert "last unit" in way.refusal(into)
     branch = dataclasses.replace(one, conditional=True)
     assert "cond" in way.refusal(branch)
 
@@ -406,6 +411,55 @@ def test_what_nobody_reads_is_not_missed(spill):
     assert away.keys().isdisjoint(unread)
     assert plan.spill_bytes == sum(away.values())
     check(plan.jit()(*args), jax.jit(step)(*args))
+
+
+def test_what_enters_a_unit_that_does_not_read_it_is_not_spilled(spill):
+    """The derivative of a sine is the cosine: only to compute that again it takes what enters."""
+    unit = jdelta.remat(jnp.sin)
+
+    def loss(x):
+        for _ in range(4):
+            x = unit(x)
+        return jnp.mean(x**2)
+
+    step, x = jax.value_and_grad(loss), jnp.linspace(-1, 1, 1 << 20).reshape(512, 2048)
+    into = "sin_1/sin"  # of the second unit, which enters the third
+    pin = {"*": "save", into: "spill"}
+    with pytest.raises(SpillError, match=f"pin: '{into}' moves nothing: nothing reads {into} in"):
+        jdelta.plan(step, None, x, spill=spill, pin=pin)
+    plan = jdelta.plan(step, None, x, spill=spill, pin=pin | {"sin_2/cos": "recompute"})
+    assert plan.decisions[into] is Decision.SPILL
+    assert plan.spill_bytes == x.nbytes
+    check(plan.jit()(x), jax.jit(step)(x))
+    plan = jdelta.plan(
+        step, None, x, spill=spill, pin={"*": "spill", "sin_2/sin": "save", "sin_3/*": "save"}
+    )
+    away = {name for name, decision in plan.decisions.items() if decision is Decision.SPILL}
+    assert away == {f"sin_{i}/cos" for i in range(3)}
+    assert plan.spill_bytes == 3 * x.nbytes
+    assert all(plan.decisions[f"sin_{i}/sin"] is Decision.RECOMPUTE for i in range(2))
+    assert "sin_0/sin" not in str(plan)  # it takes no memory
+    check(plan.jit()(x), jax.jit(step)(x))
+
+
+def test_what_is_handed_on_but_not_read_is_not_counted(tmp_path):
+    """JAX leaves out its write. The values of units that a step shares may be like that."""
+
+    x = jnp.ones((8, 8))
+
+    def step(reads, x):
+        kept = checkpoint_name(jnp.sin(x), RegionName("unit", "sin"))
+        away = jax.device_put(kept, jax.memory.Space.Host)
+        doubled = jax.jit(lambda away, x: 2 * x)(away, x)
+        return doubled, jax.device_put(away, jax.memory.Space.Device) if reads else x
+
+    for reads in (True, False):
+        spilling = _spilling.Spilling(open_store(tmp_path), lambda name: True)
+        staged = jax.make_jaxpr(functools.partial(step, reads))(x)
+        run, emitted = _spilling.spilled(staged, spilling)
+        jax.jit(run)(x)
+        assert emitted.bytes == (x.nbytes if reads else 0)
+        assert flow(spilling.store).planned == emitted.written
 
 
 def test_a_plan_does_without_files_that_the_program_does_not_use(spill, monkeypatch):
