@@ -1,14 +1,15 @@
 """What a compiler writes to memory: for each value the buffers it is read from, and their bytes.
 
 A model of XLA. Views and broadcasts take no memory. Element-wise results are written only where
-something that cannot be fused reads them (a loop, on GPUs a matrix product), where random bits have
-several readers, or where keeping what they are made from would cost more. Where XLA's back ends
-differ, ``Compiler`` says how, as seen in their scheduled programs.
+something that cannot be fused reads them (a loop, on GPUs a matrix product), or where several read
+them and they are heavy to compute (random bits) or more would have to be kept to compute them from.
+Where XLA's back ends differ, ``Compiler`` says how, as seen in their scheduled programs.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jdelta._collective import gathered_bytes
@@ -16,6 +17,8 @@ from jdelta._graph import BARRIER, Graph, Operation, Value
 from jdelta._primitives import CHEAP, EXPENSIVE, FREE, MATMULS, RANDOM, REDUCTIONS, VIEWS
 
 _TILE = {1: (32, 128), 2: (16, 128), 4: (8, 128), 8: (8, 128)}
+_ERROR = frozenset({"erf", "erfc", "erf_inv"})
+_MOST_READ = 2
 _GEMM_ALIGNMENT, _GEMM_TILE, _GEMM_TILES_AT_ONCE = 16, 128, 128
 
 
@@ -81,6 +84,18 @@ class Compiler:
         """Whether an operation can be fused into what reads its result."""
         return self.is_cheap(op) or op.primitive in EXPENSIVE
 
+    def is_heavy(self, op: Operation) -> bool:
+        """Whether a result is computed once, however many read it.
+
+        CUDA: error functions are, as they become dozens of instructions.
+        """
+        return op.primitive in RANDOM or (self.platform == "cuda" and op.primitive in _ERROR)
+
+    @property
+    def shares_what_is_heavy(self) -> bool:
+        """Whether what is made of heavy results is computed once, too: a dropout's mask."""
+        return self.platform == "cuda"
+
     def fuses_inputs(self, op: Operation) -> bool:
         """Whether an operation computes element-wise inputs itself; TPU: matrix products do too."""
         if op.primitive in MATMULS:
@@ -139,32 +154,99 @@ def _is_narrowing(graph: Graph, op: Operation) -> bool:
 
 
 def storage(graph: Graph, compiler: Compiler) -> list[frozenset[int]]:
-    """For each value the buffers it is read from: its own, or those it is fused from."""
+    """For each value the buffers it is read from: its own, or those it is fused from.
+
+    A value is fused too where the two large ones that it is made from are there as long as it is
+    read: then that costs no memory. How long that is follows from what is written otherwise. Sums
+    of more are written: in a chain of residual layers every second one.
+    """
+    readers = _readers_through_views(graph)
+    first = _Storage(graph, compiler, readers, {}).roots()
+    end = len(graph.operations)
+    given = (root for v in (*graph.inputs, *graph.outputs) if v is not None for root in first[v])
+    last = last_reads(graph, first) | dict.fromkeys(given, end)
+    return _Storage(graph, compiler, readers, last).roots()
+
+
+def last_reads(graph: Graph, roots: Sequence[frozenset[int]]) -> dict[int, int]:
+    """For each buffer the index of the last operation that reads it, else of its maker."""
+    last: dict[int, int] = {}
+    for index, op in enumerate(graph.operations):
+        for v in op.inputs:
+            for root in roots[v]:
+                last[root] = index
+        for v in op.outputs:
+            if v in roots[v]:
+                last.setdefault(v, index)
+    return last
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """One pass over a program.
+
+    Attributes:
+        graph: The program.
+        compiler: What compiles it.
+        readers: For each value the operations that read it, directly or through views.
+        last: For each buffer the last operation that reads it, as far as that is known.
+    """
+
+    graph: Graph
+    compiler: Compiler
+    readers: Sequence[Sequence[Operation]]
+    last: Mapping[int, int]
+
+    def roots(self) -> list[frozenset[int]]:
+        """For each value the buffers it is read from."""
+        graph, compiler = self.graph, self.compiler
+        outputs = {v for v in graph.outputs if v is not None}
+        roots = [frozenset({i}) for i in range(len(graph.values))]
+        heavy: set[int] = set()  # of what is not written: what its readers would compute again
+        for op in graph.operations:
+            below = frozenset[int]().union(*(roots[v] for v in op.inputs))
+            if op.primitive == BARRIER:
+                for v, handed_on in zip(op.outputs, op.inputs, strict=True):
+                    roots[v] = roots[handed_on]
+                continue
+            of_heavy = compiler.shares_what_is_heavy and not heavy.isdisjoint(op.inputs)
+            is_heavy = compiler.is_heavy(op) or of_heavy
+            for v in op.outputs:
+                if op.primitive in VIEWS:
+                    roots[v] = roots[op.inputs[0]] if op.inputs else frozenset()
+                elif op.primitive in FREE or (
+                    compiler.is_elementwise(op)
+                    and v not in outputs
+                    and self._is_fused_away(v, below, is_heavy=is_heavy)
+                ):
+                    roots[v] = below
+                if is_heavy and v not in roots[v]:
+                    heavy.add(v)
+        return roots
+
+    def _is_fused_away(self, value: int, below: frozenset[int], *, is_heavy: bool) -> bool:
+        """Whether XLA would compute the value inside its readers instead of writing it out."""
+        readers = self.readers[value]
+        if not all(self.compiler.fuses_inputs(reader) for reader in readers):
+            return False
+        if len(readers) <= 1:
+            return True
+        if is_heavy:
+            return False
+        sizes = self.graph.values
+        large = [root for root in below if sizes[root].bytes >= sizes[value].bytes]
+        if len(large) > _MOST_READ:
+            return False
+        read = self.last.get(value, math.inf)
+        return len(large) <= 1 or all(self.last.get(root, -1) >= read for root in large)
+
+
+def _readers_through_views(graph: Graph) -> list[list[Operation]]:
+    """Operations that read a value, directly or through views of it."""
     readers: list[list[Operation]] = [[] for _ in graph.values]
     for op in graph.operations:
         for v in set(op.inputs):
             readers[v].append(op)
-    outputs = {v for v in graph.outputs if v is not None}
-    seen = _readers_through_views(graph, readers)
-    roots = [frozenset({i}) for i in range(len(graph.values))]
-    for op in graph.operations:
-        below = frozenset[int]().union(*(roots[v] for v in op.inputs))
-        if op.primitive == BARRIER:
-            for v, handed_on in zip(op.outputs, op.inputs, strict=True):
-                roots[v] = roots[handed_on]
-            continue
-        for v in op.outputs:
-            if op.primitive in VIEWS:
-                roots[v] = roots[op.inputs[0]] if op.inputs else frozenset()
-            elif op.primitive in FREE or (
-                v not in outputs and _is_fused_away(graph, op, v, seen[v], below, compiler)
-            ):
-                roots[v] = below
-    return roots
-
-
-def _readers_through_views(graph: Graph, readers: list[list[Operation]]) -> list[list[Operation]]:
-    """Operations that read a value, directly or through views of it."""
     seen: list[list[Operation]] = [[] for _ in graph.values]
     for op in reversed(graph.operations):
         for v in op.outputs:
@@ -174,24 +256,3 @@ def _readers_through_views(graph: Graph, readers: list[list[Operation]]) -> list
                 else:
                     seen[v].append(reader)
     return seen
-
-
-def _is_fused_away(
-    graph: Graph,
-    op: Operation,
-    value: int,
-    readers: list[Operation],
-    below: frozenset[int],
-    compiler: Compiler,
-) -> bool:
-    """Whether XLA would compute the value inside its readers instead of writing it out."""
-    if not compiler.is_elementwise(op):
-        return False
-    if not all(compiler.fuses_inputs(reader) for reader in readers):
-        return False
-    if len(readers) <= 1:
-        return True
-    if op.primitive in RANDOM:
-        return False
-    own = graph.values[value].bytes
-    return sum(graph.values[r].bytes >= own for r in below) <= 1

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from jdelta import _jax
-from jdelta._fusion import Compiler, read_narrowly, storage
+from jdelta._fusion import Compiler, last_reads, read_narrowly, storage
 from jdelta._graph import Graph, Operation
 
 
@@ -56,7 +56,7 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
     """
     roots = storage(graph, compiler)
     sizes = stored_sizes(graph, compiler)
-    last = _last_reads(graph, roots)
+    last = last_reads(graph, roots)
     fixed = {r for v in (*graph.inputs, *graph.outputs) if v is not None for r in roots[v]}
     producers = graph.producers()
     ends: list[list[int]] = [[] for _ in graph.operations]
@@ -115,16 +115,3 @@ def overwrites(op: Operation, compiler: Compiler) -> bool:
     """Whether the result may be written over an input that dies; a loop's stacked results never."""
     updates = ("dynamic_update_slice", "scatter", "scatter-add")
     return compiler.is_elementwise(op) or op.primitive in updates
-
-
-def _last_reads(graph: Graph, roots: list[frozenset[int]]) -> dict[int, int]:
-    """For each buffer the last operation that reads it."""
-    last: dict[int, int] = {}
-    for index, op in enumerate(graph.operations):
-        for v in op.inputs:
-            for root in roots[v]:
-                last[root] = index
-        for v in op.outputs:
-            if v in roots[v]:
-                last.setdefault(v, index)
-    return last

@@ -33,8 +33,8 @@ RANDOM = frozenset("threefry2x32 random_bits random_fold_in random_split random_
 """Make random bits, at a hundred instructions each."""
 
 EXPENSIVE = RANDOM | frozenset(
-    "exp exp2 expm1 log log1p tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh"
-    " atanh logistic erf erfc erf_inv pow sqrt rsqrt cbrt lgamma digamma".split()
+    "exp exp2 expm1 log log1p log2 tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh"
+    " atanh logistic erf erfc erf_inv pow sqrt rsqrt cbrt lgamma digamma polynomial".split()
 )
 """Element-wise, at many instructions each."""
 

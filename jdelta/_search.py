@@ -56,6 +56,10 @@ LEAST_TRUST = 0.5
 the error was, at the floor and at 60 % of the plain peak: on CUDA 229 and 3 (GPT-2), 384 and 93
 (Llama), -183 and -66 (ResNet-50), -65 and -64 (BERT), -16 and -271 (MLP)."""
 
+MAY_FIT = 1.15
+"""Times the budget that the plain step may take by the simulation and still be compiled. That was
+at most 6.5 % too high for plain steps (BERT-base on a v5e), on CUDA 1.2 % (jax 0.12.0.1)."""
+
 SURELY_BELOW = 0.9
 """Part of the budget that the simulated floor must stay below to go without compiling it."""
 
@@ -480,8 +484,8 @@ class Search:
         return self._predict(candidate.emission)
 
     def _may_fit(self, budget: Budget) -> bool:
-        """Whether compiling the plain step is worth it: the simulation is some 15 % off."""
-        return budget.bytes is not None and self._plain.predicted <= 1.15 * budget.bytes
+        """Whether compiling the plain step is worth it."""
+        return budget.bytes is not None and self._plain.predicted <= MAY_FIT * budget.bytes
 
 
 def _margin(excess: int, bound: int, *, safe: bool) -> int:

@@ -89,6 +89,53 @@ def product(rows: int, contracted: int) -> tuple[Callable[..., Any], tuple[Any, 
     return program, tuple(jax.ShapeDtypeStruct(s, F32) for s in shapes)
 
 
+def sum_read_twice(kept: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A sum of two products, read before and after a third product; the two are then too, or not.
+
+    So do residual blocks: the gradient of what follows the sum needs its sign.
+    """
+
+    def program(x, w, v):
+        a, b = x @ w, x @ v
+        both = a + b
+        after = jnp.maximum(both, 0.0) @ w
+        result = jnp.where(both > 0, after, 0.0)
+        return result * a * b if kept else result
+
+    return program, (jax.ShapeDtypeStruct((4096, 4096), F32),) * 3
+
+
+def activation(exact: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The gradient of two dense layers with a GELU between them, exact or by `tanh`."""
+
+    def loss(w, v, x):
+        return jnp.mean((jax.nn.gelu(x @ w, approximate=not exact) @ v) ** 2)
+
+    return jax.grad(loss, argnums=(0, 1)), (jax.ShapeDtypeStruct((4096, 4096), F32),) * 3
+
+
+def dropout() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The gradient of two dense layers with dropout between them."""
+
+    def loss(w, v, x):
+        h = x @ w
+        mask = jax.random.bernoulli(jax.random.key(0), 0.9, h.shape)
+        return jnp.mean((jnp.where(mask, h, 0.0) @ v) ** 2)
+
+    return jax.grad(loss, argnums=(0, 1)), (jax.ShapeDtypeStruct((4096, 4096), F32),) * 3
+
+
+def residual_layers(layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The gradient of layers that add to what comes in; the products are kept too."""
+
+    def loss(w, x):
+        for _ in range(layers):
+            x = x + jnp.tanh(jnp.tanh(x @ w))
+        return jnp.mean(x**2)
+
+    return jax.grad(loss), (jax.ShapeDtypeStruct((4096, 4096), F32),) * 2
+
+
 PROGRAMS = {
     "256 MiB stack, read by products only": stack(),
     "256 MiB stack, read element-wise too": stack(elementwise=True),
@@ -103,6 +150,13 @@ PROGRAMS = {
     "few tiles, product over 50272 = 16 · 3142": product(1024, 50272),
     "few tiles, product over 50257": product(1024, 50257),
     "many tiles, product over 50257": product(4096, 50257),
+    "sum of two 64 MiB products, read twice": sum_read_twice(kept=False),
+    "sum of two 64 MiB products, these read at the end too": sum_read_twice(kept=True),
+    "gradient through a 64 MiB GELU by tanh": activation(exact=False),
+    "gradient through a 64 MiB GELU by erfc": activation(exact=True),
+    "gradient through 64 MiB with dropout": dropout(),
+    "gradient of 4 layers that add 64 MiB": residual_layers(4),
+    "gradient of 8 layers that add 64 MiB": residual_layers(8),
 }
 TARGETS = ("tpu:v5e:2x2", "cuda:h100")
 
