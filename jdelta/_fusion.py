@@ -9,12 +9,12 @@ Where XLA's back ends differ, ``Compiler`` says how, as seen in their scheduled 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from jdelta._collective import gathered_bytes
 from jdelta._graph import BARRIER, Graph, Operation, Value
-from jdelta._primitives import CHEAP, EXPENSIVE, FREE, MATMULS, RANDOM, REDUCTIONS, VIEWS
+from jdelta._primitives import CHEAP, EXPENSIVE, FREE, MATMULS, RANDOM, REDUCTIONS, VIEWS, WINDOWS
 
 _TILE = {1: (32, 128), 2: (16, 128), 4: (8, 128), 8: (8, 128)}
 _ERROR = frozenset({"erf", "erfc", "erf_inv"})
@@ -32,11 +32,15 @@ class Compiler:
 
     platform: str
 
-    def bytes(self, value: Value) -> int:
+    def bytes(self, value: Value, minor: Collection[int] | None = None) -> int:
         """Bytes of a value, padding of its layout included.
 
         A TPU stores its two minor dimensions in tiles of 8 × 128 words (16 × 128 for two-byte,
         32 × 128 for one-byte types); the layout with the least padding is taken to be chosen.
+
+        Args:
+            value: The value.
+            minor: Dimensions that the two minor ones are among; by default all.
         """
         shape = value.local
         if self.platform != "tpu" or len(shape) < 2 or value.bytes == 0:
@@ -47,16 +51,18 @@ class Compiler:
             _waste(a, rows) * _waste(b, columns)
             for i, a in enumerate(shape)
             for j, b in enumerate(shape)
-            if i != j
+            if i != j and (minor is None or {i, j} <= {*minor})
         ]
         return int(value.bytes * min(factors))
 
-    def stored_bytes(self, value: Value, *, read_narrowly: bool) -> int:
+    def stored_bytes(
+        self, value: Value, *, read_narrowly: bool, minor: Collection[int] | None = None
+    ) -> int:
         """Bytes of a value that the program computes.
 
         TPU: a float32 value that is only read narrowly is stored as bfloat16.
         """
-        return self.bytes(value) // (2 if read_narrowly and self._narrows(value) else 1)
+        return self.bytes(value, minor) // (2 if read_narrowly and self._narrows(value) else 1)
 
     def converted_bytes(self, value: Value) -> int:
         """Bytes of a second copy of what loops only slice and read narrowly.
@@ -145,6 +151,26 @@ def read_narrowly(graph: Graph) -> set[int]:
         elif op.primitive not in MATMULS and not _is_narrowing(graph, op):
             only.difference_update(op.inputs)
     return only
+
+
+def of_images(graph: Graph) -> dict[int, tuple[int, int]]:
+    """Batch and feature dimension of what convolutions make, and of what is made of that in place.
+
+    A TPU's convolutions want these two minor, so no other layout is chosen where it has less
+    padding: 64 features of 112 × 112 pixels take the memory of 128.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for op in graph.operations:
+        if op.primitive == "conv_general_dilated":
+            found[op.outputs[0]] = tuple(op.params["dimension_numbers"].out_spec[:2])
+        elif op.primitive in CHEAP | EXPENSIVE | WINDOWS:
+            for v in op.outputs:
+                rank = len(graph.values[v].shape)
+                same = (i for i in op.inputs if len(graph.values[i].shape) == rank)
+                image = next((i for i in same if i in found), None)
+                if image is not None:
+                    found[v] = found[image]
+    return found
 
 
 def _is_narrowing(graph: Graph, op: Operation) -> bool:

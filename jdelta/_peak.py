@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from jdelta import _jax
-from jdelta._fusion import Compiler, last_reads, read_narrowly, storage
+from jdelta._fusion import Compiler, last_reads, of_images, read_narrowly, storage
 from jdelta._graph import Graph, Operation
 
 
@@ -82,10 +82,12 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
 def stored_sizes(graph: Graph, compiler: Compiler) -> list[int]:
     """For each value the bytes it takes in memory, if it is written there."""
     sizes = [compiler.bytes(value) for value in graph.values]
-    narrow = read_narrowly(graph)
+    narrow, images = read_narrowly(graph), of_images(graph)
     for op in graph.operations:
         for v in op.outputs:
-            sizes[v] = compiler.stored_bytes(graph.values[v], read_narrowly=v in narrow)
+            sizes[v] = compiler.stored_bytes(
+                graph.values[v], read_narrowly=v in narrow, minor=images.get(v)
+            )
     return sizes
 
 

@@ -38,9 +38,15 @@ EXPENSIVE = RANDOM | frozenset(
 )
 """Element-wise, at many instructions each."""
 
+_POOLING = "reduce_window_sum reduce_window_max reduce_window_min reduce_window"
+
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax"
-    " argmin cumsum cumprod cummax cummin cumlogsumexp reduce_window_sum reduce_window_max"
-    " reduce_window_min reduce_window select_and_gather_add".split()
+    f" argmin cumsum cumprod cummax cummin cumlogsumexp {_POOLING} select_and_gather_add".split()
 )
 """Fuse what they read, but write their result."""
+
+WINDOWS = frozenset(
+    f"{_POOLING} select_and_gather_add select_and_scatter select_and_scatter_add".split()
+)
+"""Pool images, and their derivatives."""

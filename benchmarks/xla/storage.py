@@ -136,6 +136,21 @@ def residual_layers(layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return jax.grad(loss), (jax.ShapeDtypeStruct((4096, 4096), F32),) * 2
 
 
+def image(features: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Two convolutions, 64 images of 112 x 112 pixels and some features between them."""
+
+    def convolved(x, kernel):
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def program(x, first, second):
+        return convolved(convolved(x, first), second)
+
+    shapes = ((64, 112, 112, 8), (3, 3, 8, features), (3, 3, features, 8))
+    return program, tuple(jax.ShapeDtypeStruct(s, F32) for s in shapes)
+
+
 PROGRAMS = {
     "256 MiB stack, read by products only": stack(),
     "256 MiB stack, read element-wise too": stack(elementwise=True),
@@ -157,6 +172,8 @@ PROGRAMS = {
     "gradient through 64 MiB with dropout": dropout(),
     "gradient of 4 layers that add 64 MiB": residual_layers(4),
     "gradient of 8 layers that add 64 MiB": residual_layers(8),
+    "196 MiB images of 64 features": image(64),
+    "392 MiB images of 128 features": image(128),
 }
 TARGETS = ("tpu:v5e:2x2", "cuda:h100")
 
