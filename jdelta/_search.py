@@ -22,6 +22,7 @@ from jdelta._host import without_place
 from jdelta._items import Items
 from jdelta._measure import Measurement, measure
 from jdelta._policy import Policy
+from jdelta._problem import Problem
 from jdelta._region import Grouping
 from jdelta._solution import Outcome
 from jdelta._solver.base import Solver
@@ -154,19 +155,23 @@ class Search:
         """How loops over layers should be run to be quicker within the budget, if there is a way.
 
         Args:
-            found: What was found with the loops as they are.
+            found: What was found with the loops as they are. It may leave memory that another
+                plan for them uses, which is no reason for a grouping.
         """
         capacity = max(0.0, float(found.budget - self._floor().predicted))
         trips = self.trace.trips
+
+        def added(problem: Problem) -> float:
+            problem = replace(problem, capacity=capacity)
+            return problem.overhead(self.solver.solve(problem).decisions)
+
         seconds: dict[Grouping, float] = {}
         for layers in GROUPS[self.step.target.platform]:
             apart = {name for name, count in trips.items() if count % layers == 0 < count - layers}
-            problem = replace(self.items.in_parts(layers, apart), capacity=capacity)
-            added = problem.overhead(self.solver.solve(problem).decisions)
-            seconds[Grouping(layers)] = added + self._splitting
+            seconds[Grouping(layers)] = added(self.items.in_parts(layers, apart)) + self._splitting
         worth = WORTH * sum(item.seconds for item in self.items.problem.items)
         enough = min(seconds.values()) + worth
-        if enough > found.best.overhead:
+        if enough > min(found.best.overhead, added(self.items.problem)):
             return None
         return next(grouping for grouping, s in seconds.items() if s <= enough)
 
@@ -257,7 +262,7 @@ class Search:
             most = max(most, self.compiles + 1)  # so that one more plan is tried
         most += MORE_COMPILES if self.step.store and self.step.target.platform == "cpu" else 0
         known = self._remembered(bound, floor)
-        most -= known is not None
+        most -= known is not None and self._program(known) not in self._compiled
         excess, exceeded, files_tried = 0, 0, False
         for _ in range(most):  # a program compiled before does not count
             if self.compiles >= most:
@@ -386,6 +391,9 @@ class Search:
             self._emitted[policy] = emit(self.step, policy)
         return self._emitted[policy]
 
+    def _program(self, candidate: Candidate) -> _Program:
+        return self.step.grouping, candidate.emission.policy
+
     def _tried(self, candidate: Candidate) -> Candidate | None:
         """The candidate, compiled; None if the program does not do what it says.
 
@@ -407,8 +415,7 @@ class Search:
         Raises:
             SpillError: The program does not write and read what it should.
         """
-        emission = candidate.emission
-        program = self.step.grouping, emission.policy
+        emission, program = candidate.emission, self._program(candidate)
         if program not in self._compiled:
             self.compiles += 1
             what = "the plain step" if candidate.decisions is None else "a plan"
@@ -430,8 +437,7 @@ class Search:
             seconds = recompute + measurement.overlap.exposed + self._extra
             candidate = replace(candidate, overhead=seconds)
         if emission.policy is not None and not self._offload_failed(candidate):
-            key = self.step.grouping, emission.policy
-            self._known[key] = candidate.overhead, candidate.peak
+            self._known[self.step.grouping, emission.policy] = candidate.overhead, candidate.peak
         return candidate
 
     def _offload_failed(self, candidate: Candidate) -> bool:

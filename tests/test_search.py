@@ -9,9 +9,11 @@ import pytest
 import jdelta
 from jdelta._emit import emit
 from jdelta._measure import Measurement
+from jdelta._region import Grouping
 from jdelta._search import LEAN
 
 LAYERS, ROWS, WIDTH = 48, 8192, 512
+BUDGET = 600 << 20
 EXACT = Measurement(0, 0, 0, 0, 0, 0, 0, 0, refused=False, seconds=0.0)
 
 
@@ -110,16 +112,19 @@ def test_what_is_small_stays_where_recompute_of_it_takes_more(monkeypatch):
     assert least_peak("every residual recomputed the step") == all_recomputed
 
 
+def scanned(ws, x):
+    def loss(ws):
+        return jnp.mean(jax.lax.scan(lambda y, w: (normed(w, y), None), x, ws)[0] ** 2)
+
+    return ws - 0.1 * jax.grad(loss)(ws)
+
+
+STACKED = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((12, WIDTH, WIDTH), (ROWS, WIDTH)))
+
+
 def test_a_search_that_goes_on_compiles_nothing_again(monkeypatch):
     """With layers alike it stops early, to see whether they are better decided apart."""
-    ws, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((12, WIDTH, WIDTH), (ROWS, WIDTH)))
     compiled = []
-
-    def scanned(ws, x):
-        def loss(ws):
-            return jnp.mean(jax.lax.scan(lambda y, w: (normed(w, y), None), x, ws)[0] ** 2)
-
-        return ws - 0.1 * jax.grad(loss)(ws)
 
     def measured(emission, *args, **options):
         compiled.append(emission.policy)
@@ -129,9 +134,47 @@ def test_a_search_that_goes_on_compiles_nothing_again(monkeypatch):
     monkeypatch.setattr("jdelta._search.measure", measured)
     monkeypatch.setattr("jdelta._search._known", {})
     monkeypatch.setattr("jdelta._search.Search.better_grouping", lambda *_: None)
-    floor = jdelta.plan(scanned, None, ws, x, target="tpu:v5e:2x2", pin={"*": "recompute"})
+    floor = jdelta.plan(scanned, None, *STACKED, target="tpu:v5e:2x2", pin={"*": "recompute"})
     compiled.clear()
     budget = int(1.08 * floor.compiled_peak)
-    plan = jdelta.plan(scanned, budget, ws, x, target="tpu:v5e:2x2", host_budget=0)
+    plan = jdelta.plan(scanned, budget, *STACKED, target="tpu:v5e:2x2", host_budget=0)
     assert plan.compiled_peak < 0.97 * budget
     assert plan.compiles == len(compiled) == len(set(compiled))
+
+
+def test_layers_decided_apart_in_vain_are_counted(monkeypatch):
+    compiled, apart = [], []
+
+    def measured(emission, *args, **options):
+        compiled.append(emission.policy)
+        peak = emission.simulated if not apart else 2 * BUDGET
+        return None, dataclasses.replace(EXACT, peak=peak)
+
+    def grouping(*_):
+        apart.append(len(compiled))
+        return Grouping(2)
+
+    monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._search.measure", measured)
+    monkeypatch.setattr("jdelta._search._known", {})
+    monkeypatch.setattr("jdelta._search.Search.better_grouping", grouping)
+    plan = jdelta.plan(scanned, BUDGET, *STACKED, target="tpu:v5e:2x2", host_budget=0)
+    assert apart[0] < len(compiled) == plan.compiles
+    assert plan.compiled_peak <= BUDGET
+
+
+def test_what_is_left_after_a_miss_is_used_with_layers_alike(monkeypatch):
+    """As for Llama 3 8B on a v6e: after a plan that takes 20 % too much, the next ones are safe."""
+    peaks = []
+
+    def measured(emission, *args, **options):
+        peaks.append(int((1.0 if peaks else 1.2) * emission.simulated))
+        return None, dataclasses.replace(EXACT, peak=peaks[-1])
+
+    monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._search.measure", measured)
+    monkeypatch.setattr("jdelta._search._known", {})
+    plan = jdelta.plan(scanned, BUDGET, *STACKED, target="tpu:v5e:2x2", host_budget=0)
+    assert plan.grouping.layers == 1
+    assert max(peaks[1:-1]) < peaks[-1] == plan.compiled_peak <= BUDGET
+    assert plan.compiles == len(peaks) == 4
