@@ -6,7 +6,8 @@ length 1024) keeps queries, keys and values on the host, under a budget of 60 % 
 on a TPU v5e these take the link longer than a forward pass takes. So GPT-2, BERT and Llama also
 have rows with nothing but the queries on the host, and the rest recomputed. GPT2-XL (unrolled, the
 same) has every second residual on the host, as many as make up half of the bytes, and recomputes
-the rest; its peak stands beside that of `jax.checkpoint` around each block.
+or keeps the rest; its peak stands beside that of `jax.checkpoint` around each block, and *kept* is
+what the plan keeps in them.
 All figures are the compiler's, ahead of time; what is hidden is read off its schedule.
 
     python -m benchmarks.offload --target cuda:h100 --json rows.json
@@ -35,7 +36,7 @@ LAYERS, ROWS, WIDTH = 16, 32768, 1024
 GPT2 = {"batch": 8, "length": 1024, "dtype": jnp.bfloat16}
 TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1", "cuda:h100", "cuda:a100")
 QUERIES = {"gpt2": "*/query_proj", "bert-base": "*/query/add", "llama-160m": "*/query_proj"}
-HEADS = "program target taken by-hand planned host hidden".split()
+HEADS = "program target taken by-hand kept planned host hidden".split()
 
 
 def layer(w: Any, x: Any) -> Any:
@@ -100,8 +101,8 @@ def stack_away(target: str) -> tuple[Row, jdelta.Plan]:
     return {"temporaries": temporaries, "by_hand": by_hand(target).temporaries}, plan
 
 
-def half_away(target: str) -> tuple[Row, jdelta.Plan]:
-    """GPT2-XL with half of its residuals' bytes on the host, and the rest recomputed."""
+def half_away(target: str, rest: str) -> tuple[Row, jdelta.Plan]:
+    """GPT2-XL with half of its residuals' bytes on the host, and the rest recomputed or saved."""
     hand = programs.traced(build("gpt2-xl", **GPT2, remat=checkpoint("gpt2-xl")), target)
     case = build("gpt2-xl", **GPT2, remat=jdelta.remat)
     args = case.state, case.batch
@@ -112,7 +113,7 @@ def half_away(target: str) -> tuple[Row, jdelta.Plan]:
     filled = itertools.accumulate(r.bytes for r in order)
     half = sum(r.bytes for r in needed) / 2
     away = [r.name for r, total in zip(order, filled, strict=True) if total <= half]
-    pin = {"*": "recompute", **dict.fromkeys(map(glob.escape, away), "offload")}
+    pin = {"*": rest, **dict.fromkeys(map(glob.escape, away), "offload")}
     plan = jdelta.plan(case.step, None, *args, target=target, donate_argnums=0, pin=pin)
     return {"by_hand": hand.measured.peak}, plan
 
@@ -126,20 +127,24 @@ MAKES: dict[str, Callable[[str], tuple[Row, jdelta.Plan]]] = {
     },
     "gpt2 scanned, q, k and v": functools.partial(heads_away, scan=True),
     "gpt2 unrolled, q, k and v": heads_away,
-    "gpt2-xl unrolled, half": half_away,
+    "gpt2-xl unrolled, half": functools.partial(half_away, rest="recompute"),
+    "gpt2-xl unrolled, half, rest kept": functools.partial(half_away, rest="save"),
 }
 
 
 def row(step: str, target: str) -> Row:
     """One program on one target."""
     found, plan = MAKES[step](target)
-    away = [r for r in plan.residuals if plan.decisions[r.name] is jdelta.Decision.OFFLOAD]
+    chosen = plan.decisions
+    away = [r for r in plan.residuals if chosen[r.name] is jdelta.Decision.OFFLOAD]
+    kept = [r for r in plan.residuals if chosen[r.name] is jdelta.Decision.SAVE]
     overlap = plan.overlap
     return {
         **found,
         "compiled_peak": plan.compiled_peak,
         "budget": plan.budget,
         "planned": sum(r.bytes for r in away),
+        "kept": sum(r.bytes for r in kept if r.needed and not r.boundary),
         "host": plan.host_bytes,
         "hidden": overlap.hidden,
         "seconds_out": overlap.seconds_out,
@@ -152,7 +157,8 @@ def row(step: str, target: str) -> Row:
 def cells(r: Row) -> list[str]:
     """One line of the table."""
     taken = r.get("temporaries", r["compiled_peak"])
-    sizes = map(mib, (taken, r.get("by_hand"), r["planned"], r["host"]))
+    kept = r.get("kept") if "by_hand" in r else None
+    sizes = map(mib, (taken, r.get("by_hand"), kept, r["planned"], r["host"]))
     return [r["step"], r["target"], *sizes, share(r["hidden"], 1.0)]
 
 
