@@ -2,7 +2,7 @@
 
 A ``custom_jvp`` in its place would be batched after its rule has run, when a ``custom_vjp`` in the
 region is differentiated already, which JAX cannot batch; and ``jax.checkpoint`` with ``jax_remat3``
-on, which asks its policy before JVP, would look for names in it in vain. Beside ``_jax.py`` this is
+on, which asks its policy before JVP, would look for names in it in vain. Beside ``_jax`` this is
 the only file that touches what moves between versions of JAX.
 
 The other is put on each tangent that leaves a region while a step is recorded. It changes nothing,

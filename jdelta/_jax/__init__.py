@@ -1,0 +1,74 @@
+"""Every contact with parts of JAX that move between versions.
+
+Tested on jax 0.10, 0.11 and 0.12. Another version is followed by changes in here: what these
+functions take and give stays. From the lowest floor up, each room importing only from those before:
+
+- ``values``: arrays and variables, by what their types say.
+- ``hooks``: what is put into a running trace: a session, and functions in the place of JAX's own.
+- ``programs``: jaxprs traced, taken apart, put together and evaluated. In 0.11 ``Jaxpr`` and
+  ``ClosedJaxpr`` became one class.
+- ``equation``: what one equation says, and new ones made. In 0.11 a ``scan`` came to count its
+  inputs in another way.
+- ``checkpoint``: ``jax.checkpoint`` with its policies and names. ``jax_remat3`` writes all of them
+  in another way, and 0.10 ignores policies with it on.
+- ``bodies``: the programs inside of equations, by the names of primitives, which come and go
+  (0.12 has no ``closed_call``).
+
+All else in jdelta says ``_jax.name`` and need not know the rooms. The rules of jdelta's own
+primitives are in ``_primitive.py``; what is below jaxprs is the business of ``_shardy.py``.
+"""
+
+from jdelta._jax.bodies import equations as equations
+from jdelta._jax.bodies import inline as inline
+from jdelta._jax.bodies import is_call as is_call
+from jdelta._jax.bodies import label as label
+from jdelta._jax.bodies import may_inline as may_inline
+from jdelta._jax.bodies import subjaxpr as subjaxpr
+from jdelta._jax.bodies import subjaxprs as subjaxprs
+from jdelta._jax.bodies import with_bodies as with_bodies
+from jdelta._jax.checkpoint import answer as answer
+from jdelta._jax.checkpoint import checkpointed as checkpointed
+from jdelta._jax.checkpoint import is_shielded as is_shielded
+from jdelta._jax.checkpoint import name_equation as name_equation
+from jdelta._jax.checkpoint import named_value as named_value
+from jdelta._jax.checkpoint import plain as plain
+from jdelta._jax.checkpoint import renamed as renamed
+from jdelta._jax.equation import COTANGENT as COTANGENT
+from jdelta._jax.equation import DEBUG as DEBUG
+from jdelta._jax.equation import REGION as REGION
+from jdelta._jax.equation import barrier_equation as barrier_equation
+from jdelta._jax.equation import complex_equation as complex_equation
+from jdelta._jax.equation import in_scope as in_scope
+from jdelta._jax.equation import manual_axes as manual_axes
+from jdelta._jax.equation import name_stack as name_stack
+from jdelta._jax.equation import part_equations as part_equations
+from jdelta._jax.equation import scan_counts as scan_counts
+from jdelta._jax.hooks import SCAN as SCAN
+from jdelta._jax.hooks import VJP as VJP
+from jdelta._jax.hooks import current_session as current_session
+from jdelta._jax.hooks import session_context as session_context
+from jdelta._jax.programs import Env as Env
+from jdelta._jax.programs import Eqn as Eqn
+from jdelta._jax.programs import Jaxpr as Jaxpr
+from jdelta._jax.programs import consts_of as consts_of
+from jdelta._jax.programs import evaluate as evaluate
+from jdelta._jax.programs import evaluate_with as evaluate_with
+from jdelta._jax.programs import hoist_consts as hoist_consts
+from jdelta._jax.programs import open_jaxpr as open_jaxpr
+from jdelta._jax.programs import program_of as program_of
+from jdelta._jax.programs import read as read
+from jdelta._jax.programs import rebuild as rebuild
+from jdelta._jax.programs import single as single
+from jdelta._jax.programs import stage as stage
+from jdelta._jax.programs import with_equations as with_equations
+from jdelta._jax.programs import with_outputs as with_outputs
+from jdelta._jax.values import Atom as Atom
+from jdelta._jax.values import Var as Var
+from jdelta._jax.values import bytes_of as bytes_of
+from jdelta._jax.values import has_explicit_axes as has_explicit_axes
+from jdelta._jax.values import is_array as is_array
+from jdelta._jax.values import is_complex as is_complex
+from jdelta._jax.values import is_var as is_var
+from jdelta._jax.values import new_var as new_var
+from jdelta._jax.values import on_host as on_host
+from jdelta._jax.values import varying_axes as varying_axes

@@ -1,0 +1,120 @@
+"""Programs inside of equations: calls, loops and custom rules, and calls replaced by their bodies.
+
+A new kind of equation with a program inside belongs in ``CALLS`` or ``BODIES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jdelta._jax.checkpoint import is_shielded, plain, remat3_body
+from jdelta._jax.equation import REGION
+from jdelta._jax.programs import Eqn, Jaxpr, consts_of, open_jaxpr, rebuild
+from jdelta._jax.values import Atom, Var, is_var, new_var
+
+CALLS = frozenset(
+    f"pjit jit closed_call core_call eval_jaxpr remat remat2 checkpoint {REGION}".split()
+)
+"""Primitives whose body may be inlined without changing a value or any of its derivatives."""
+
+BODIES = CALLS | frozenset(
+    "scan while cond shard_map custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
+)
+"""Primitives whose bodies are programs like the one they are in."""
+
+
+def is_call(eqn: Eqn) -> bool:
+    """Whether the body of an equation can stand for it, in values and in derivatives."""
+    return eqn.primitive.name in CALLS or remat3_body(eqn) is not None
+
+
+def may_inline(eqn: Eqn) -> bool:
+    """Whether the equation is a call that can be replaced by its body."""
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    placed = any(type(s).__name__ != "UnspecifiedValue" for s in shardings)
+    return is_call(eqn) and not placed and not eqn.effects
+
+
+def subjaxpr(eqn: Eqn) -> Jaxpr:
+    """The single body of a call-like equation."""
+    body = remat3_body(eqn)
+    if body is not None:
+        return body
+    return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+
+
+def subjaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
+    """All jaxprs in the parameters of an equation."""
+    body = remat3_body(eqn)
+    if body is not None:
+        yield body
+    for value in eqn.params.values():
+        for leaf in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(leaf, "eqns"):
+                yield leaf
+
+
+def with_bodies(eqn: Eqn, change: Callable[[Jaxpr], Jaxpr]) -> Eqn:
+    """The equation with its bodies changed."""
+    if eqn.primitive.name not in BODIES:
+        return eqn
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and any(hasattr(v, "eqns") for v in value):
+            return type(value)(map(changed, value))
+        return change(value) if hasattr(value, "eqns") else value
+
+    params = {name: changed(value) for name, value in eqn.params.items()}
+    eqn = eqn.replace(params=params)
+    effects = {effect for body in subjaxprs(eqn) for effect in body.effects}
+    return eqn.replace(effects=eqn.effects | effects)
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
+    """All equations of a program, those of its bodies included."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for body in subjaxprs(eqn) if eqn.primitive.name in BODIES else ():
+            yield from equations(body)
+
+
+def label(eqn: Eqn) -> str:
+    """What to call an equation in names: the function of a custom rule, else the primitive."""
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        info = getattr(open_jaxpr(subjaxpr(eqn)), "debug_info", None)
+        return getattr(info, "func_name", eqn.primitive.name)
+    return eqn.primitive.name
+
+
+def inline(closed: Jaxpr) -> Jaxpr:
+    """The program with its calls replaced by their bodies, shielded recompute left as it is."""
+    eqns: list[Eqn] = []
+    became: dict[Var, Atom] = {}
+    new_consts: dict[Var, Any] = {}
+
+    def now(atom: Atom) -> Atom:
+        return became.get(atom, atom) if is_var(atom) else atom
+
+    def visit(inner: Sequence[Eqn]) -> None:
+        for eqn in inner:
+            if may_inline(eqn) and not is_shielded(eqn):
+                call(eqn)
+                continue
+            outvars = [new_var(v.aval) if is_var(v) else v for v in eqn.outvars]
+            eqns.append(plain(eqn).replace(invars=[now(v) for v in eqn.invars], outvars=outvars))
+            became.update(zip(eqn.outvars, outvars, strict=True))
+
+    def call(eqn: Eqn) -> None:
+        body = subjaxpr(eqn)
+        inner = open_jaxpr(body)
+        for var, value in zip(inner.constvars, consts_of(body), strict=True):
+            became[var] = new_var(var.aval)
+            new_consts[became[var]] = value
+        became.update(zip(inner.invars, map(now, eqn.invars), strict=True))
+        visit(inner.eqns)
+        became.update(zip(eqn.outvars, map(now, inner.outvars), strict=True))
+
+    inner = open_jaxpr(closed)
+    visit(inner.eqns)
+    return rebuild(closed, eqns, [now(v) for v in inner.outvars], new_consts)

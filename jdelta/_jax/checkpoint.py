@@ -1,0 +1,107 @@
+"""``jax.checkpoint`` with its policies and names, the same whether ``jax_remat3`` is on or off.
+
+With it off, a checkpoint and a name have a primitive each. With it on, both have the parameter
+``_prim``: an object that is told by its class and holds all else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import primitives
+
+from jdelta._jax.equation import from_template
+from jdelta._jax.programs import Eqn, Jaxpr, consts_of, hoist_consts, open_jaxpr, stage
+from jdelta._jax.values import Var
+
+
+def checkpointed(
+    fun: Callable[..., Any], policy: Callable[..., Any], *, prevent_cse: bool
+) -> Callable[..., Any]:
+    """``jax.checkpoint``, the same whether ``jax_remat3`` is on or off.
+
+    With it on, ``jax.checkpoint`` looks for names before JVP, where a region has none yet (and jax
+    0.10 ignores policies). The primitive that it binds with the flag off is there in both cases.
+    """
+
+    def call(*args: Any) -> Any:
+        closed, tree = stage(fun, *args)
+        results = primitives.remat_p.bind(
+            *consts_of(closed),
+            *jax.tree.leaves(args),
+            jaxpr=open_jaxpr(hoist_consts(closed)),
+            prevent_cse=prevent_cse,
+            differentiated=False,
+            policy=policy,
+        )
+        return jax.tree.unflatten(tree, results)
+
+    return call
+
+
+def remat3_body(eqn: Eqn) -> Jaxpr | None:
+    """The body of a ``jax.checkpoint`` made with ``jax_remat3`` on; None for other equations."""
+    given = eqn.params.get("_prim")
+    return given.jaxpr if type(given).__name__ == "RematTraced" else None
+
+
+def is_shielded(eqn: Eqn) -> bool:
+    """Whether the equation recomputes behind a barrier against CSE."""
+    return bool(eqn.params.get("differentiated")) and bool(eqn.params.get("prevent_cse"))
+
+
+def answer(
+    policy: Callable[..., Any], primitive: str, avals: Sequence[Any], params: Mapping[str, Any]
+) -> str:
+    """What a ``jax.checkpoint`` policy says of an equation: "save", "offload" or "recompute".
+
+    Args:
+        policy: The policy.
+        primitive: Name of the primitive.
+        avals: Shapes of its operands.
+        params: Its parameters.
+    """
+    asked = getattr(primitives, f"{primitive.replace('-', '_')}_p", None)
+    asked = SimpleNamespace(name=primitive) if asked is None else asked
+    said = policy(asked, *avals, **params)
+    kinds = {"bool": "save" if said else "recompute", "SaveableType": "save"}
+    return {**kinds, "Offloadable": "offload"}.get(type(said).__name__, "recompute")
+
+
+def named_value(eqn: Eqn) -> str | None:
+    """The name that a ``checkpoint_name`` equation gives; None for any other equation."""
+    if eqn.primitive is primitives.name_p:
+        return eqn.params["name"]
+    given = eqn.params.get("_prim")  # with jax_remat3 on
+    is_name = type(given).__name__ in ("CheckpointName", "CheckpointNameFwd")
+    return given.name if is_name else None
+
+
+def plain(eqn: Eqn) -> Eqn:
+    """The equation; a ``checkpoint_name`` made with ``jax_remat3`` on as it is made with it off."""
+    name = named_value(eqn)
+    if name is None or eqn.primitive is primitives.name_p:
+        return eqn
+    return eqn.replace(primitive=primitives.name_p, params={"name": name})
+
+
+def renamed(eqn: Eqn, name: str) -> Eqn:
+    """A ``checkpoint_name`` equation with another name."""
+    return eqn.replace(params={**eqn.params, "name": name})
+
+
+def name_equation(source: Var, target: Var, name: str, like: Eqn) -> Eqn:
+    """``target = checkpoint_name(source, name)``, at the source line of ``like``."""
+    return from_template(_name_equation(), [source], target, like, name=name)
+
+
+@functools.cache
+def _name_equation() -> Eqn:
+    """A ``checkpoint_name``, as a template, made as it is with ``jax_remat3`` off."""
+    bind = functools.partial(primitives.name_p.bind, name="")
+    return open_jaxpr(jax.make_jaxpr(bind)(np.float32(0))).eqns[0]

@@ -1,0 +1,95 @@
+"""One equation at a time: what its parameters say, and new ones made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdelta._jax.programs import Eqn, open_jaxpr
+from jdelta._jax.values import Var, new_var
+
+REGION = "jdelta_region"
+"""Name of the primitive that a region is while nothing has differentiated it."""
+
+COTANGENT = "jdelta_cotangent"
+"""Name of the identity on the tangents that leave a region while a step is recorded."""
+
+DEBUG = frozenset({"debug_callback", "debug_print"})
+"""What ``jax.debug`` calls."""
+
+
+def name_stack(eqn: Eqn) -> str:
+    """The scopes an equation was traced under, transformations included, joined by slashes."""
+    return str(eqn.source_info.name_stack)
+
+
+def in_scope(eqn: Eqn, scope: str) -> Eqn:
+    """An equation as if it was traced under one more scope."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many inputs of a ``scan`` are constants, and how many are the carry's; the rest is xs."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # since jax 0.11
+    return len(consts), len(carry)
+
+
+def manual_axes(eqn: Eqn) -> Sequence[str]:
+    """The mesh axes that a ``shard_map`` maps over."""
+    return tuple(eqn.params["newly_manual_axes"])
+
+
+def from_template(
+    template: Eqn, sources: Sequence[Var], target: Var, like: Eqn, **params: Any
+) -> Eqn:
+    """The equation ``template`` for other variables, at the source line of ``like``."""
+    return like.replace(
+        primitive=template.primitive,
+        params={**template.params, **params},
+        invars=list(sources),
+        outvars=[target],
+        effects=template.effects,
+    )
+
+
+def barrier_equation(source: Var, target: Var, like: Eqn) -> Eqn:
+    """``target = optimization_barrier(source)``, at the source line of ``like``."""
+    return from_template(_barrier_equation(), [source], target, like)
+
+
+@functools.cache
+def _barrier_equation() -> Eqn:
+    barrier = jax.make_jaxpr(jax.lax.optimization_barrier)(np.float32(0))
+    return open_jaxpr(barrier).eqns[0]
+
+
+def part_equations(source: Var, like: Eqn) -> list[Eqn]:
+    """The real and the imaginary part of a complex value, at the source line of ``like``."""
+    parts = _complex_equations(source.aval.dtype)[:2]
+    avals = [source.aval.update(dtype=part.outvars[0].aval.dtype) for part in parts]
+    return [
+        from_template(part, [source], new_var(aval), like)
+        for part, aval in zip(parts, avals, strict=True)
+    ]
+
+
+def complex_equation(parts: Sequence[Var], target: Var, like: Eqn) -> Eqn:
+    """``target = complex(*parts)``, at the source line of ``like``."""
+    return from_template(_complex_equations(target.aval.dtype)[2], parts, target, like)
+
+
+@functools.cache
+def _complex_equations(dtype: Any) -> Sequence[Eqn]:
+    """Equations that take a complex value apart and put it together, as templates."""
+
+    def again(x: Any) -> Any:
+        return jax.lax.complex(jax.lax.real(x), jax.lax.imag(x))
+
+    return open_jaxpr(jax.make_jaxpr(again)(np.zeros((), dtype))).eqns

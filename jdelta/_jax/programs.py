@@ -1,0 +1,173 @@
+"""Programs: traced, taken apart, put together and evaluated.
+
+In jax 0.11 ``Jaxpr`` and ``ClosedJaxpr`` became one class. What is below hides which of them is in
+hand, so that no other file needs to know.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from jdelta._jax.values import Atom, Var, is_var
+
+Jaxpr: TypeAlias = Any
+Eqn: TypeAlias = Any
+Env: TypeAlias = dict[Var, Any]
+"""The values of variables while a program is evaluated."""
+
+
+def stage(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
+    """Trace ``fun`` to a closed jaxpr and its output tree; closed-over tracers become consts."""
+    return_tree: list[Any] = []
+
+    def flat(*xs: Any) -> Any:
+        leaves, tree = jax.tree.flatten(fun(*xs))
+        return_tree.append(tree)
+        return leaves
+
+    closed = jax.make_jaxpr(flat)(*args)
+    return closed, return_tree[-1]
+
+
+def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr with its constants as variables."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def consts_of(jaxpr: Jaxpr) -> list[Any]:
+    """Constants of a closed jaxpr; of an open one, none."""
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def rebuild(
+    jaxpr: Jaxpr,
+    eqns: Sequence[Eqn],
+    outvars: Sequence[Atom],
+    new_consts: Mapping[Var, Any] = MappingProxyType({}),
+    invars: Sequence[Var] | None = None,
+) -> Jaxpr:
+    """A closed jaxpr like ``jaxpr`` with other equations, outputs, inputs and further constants."""
+    inner = open_jaxpr(jaxpr)
+    raw = core.Jaxpr(
+        [*inner.constvars, *new_consts],
+        list(inner.invars if invars is None else invars),
+        list(outvars),
+        list(eqns),
+        inner.effects,
+        inner.debug_info.with_unknown_names(),
+    )
+    return core.ClosedJaxpr(raw, [*consts_of(jaxpr), *new_consts.values()])
+
+
+def with_equations(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
+    """The jaxpr, closed or open as it is, with other equations."""
+    inner = open_jaxpr(jaxpr)
+    debug_info = inner.debug_info.with_unknown_names()
+    effects = inner.effects.union(*(eqn.effects for eqn in eqns))
+    variables = list(inner.constvars), list(inner.invars), list(inner.outvars)
+    raw = core.Jaxpr(*variables, list(eqns), effects, debug_info)
+    consts = consts_of(jaxpr)
+    closed = hasattr(jaxpr, "jaxpr") and len(consts) == len(inner.constvars)
+    return core.ClosedJaxpr(raw, consts) if closed else raw
+
+
+def with_outputs(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
+    """A closed jaxpr with some of its outputs only, and without what they do not depend on."""
+    inner, _ = partial_eval.dce_jaxpr(open_jaxpr(jaxpr), list(used), instantiate=True)
+    return core.ClosedJaxpr(inner, consts_of(jaxpr))
+
+
+def hoist_consts(closed: Jaxpr) -> Jaxpr:
+    """The closed jaxpr with its constants turned into leading inputs."""
+    inner = open_jaxpr(closed)
+    raw = core.Jaxpr(
+        [],
+        [*inner.constvars, *inner.invars],
+        list(inner.outvars),
+        list(inner.eqns),
+        inner.effects,
+        inner.debug_info.with_unknown_names(),
+    )
+    return core.ClosedJaxpr(raw, [])
+
+
+def single(eqn: Eqn) -> Jaxpr:
+    """A program of one equation: its inputs are the equation's variables, each once."""
+    return program_of([eqn], [v for v in eqn.outvars if is_var(v)])
+
+
+def program_of(eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:
+    """A program of equations, those left out that its results do not depend on.
+
+    Args:
+        eqns: The equations, in order.
+        outvars: The results; without any all equations stay.
+
+    Returns:
+        A closed jaxpr; its inputs are the variables that the equations read but do not make.
+    """
+    kept: list[Eqn] = list(eqns)
+    if outvars:
+        needed, kept = set(outvars), []
+        for eqn in reversed(eqns):
+            if eqn.effects or not needed.isdisjoint(eqn.outvars):
+                kept.append(eqn)
+                needed.update(v for v in eqn.invars if is_var(v))
+        kept.reverse()
+    made = {v for eqn in kept for v in eqn.outvars}
+    read = dict.fromkeys(v for eqn in kept for v in eqn.invars if is_var(v) and v not in made)
+    effects = {effect for eqn in kept for effect in eqn.effects}
+    names = _of_no_function()
+    return core.ClosedJaxpr(core.Jaxpr([], list(read), list(outvars), kept, effects, names), [])
+
+
+@functools.cache
+def _of_no_function() -> Any:
+    """What to say of the function that a program was traced from, where there is none."""
+    return open_jaxpr(jax.make_jaxpr(lambda: ())()).debug_info.with_unknown_names()
+
+
+def evaluate(closed: Jaxpr, *args: Any) -> list[Any]:
+    """Evaluate a closed jaxpr."""
+    return core.jaxpr_as_fun(closed)(*args)
+
+
+def evaluate_with(
+    closed: Jaxpr,
+    args: Sequence[Any],
+    instead: Mapping[int, Callable[[Env], Sequence[Any]]],
+    after: Mapping[int, Callable[[Env], None]],
+) -> list[Any]:
+    """Evaluate a closed jaxpr, some of its equations in another way.
+
+    Args:
+        closed: The program.
+        args: Its arguments.
+        instead: From the index of an equation to what gives its results in its place.
+        after: From the index of an equation to what is done after it: it may change values.
+    """
+    inner = open_jaxpr(closed)
+    env: Env = dict(zip(inner.constvars, consts_of(closed), strict=True))
+    env.update(zip(inner.invars, args, strict=True))
+    for index, eqn in enumerate(inner.eqns):
+        if index in instead:
+            env.update(zip(eqn.outvars, instead[index](env), strict=True))
+        else:
+            one = single(eqn)
+            results = evaluate(one, *read(env, open_jaxpr(one).invars))
+            env.update(zip(open_jaxpr(one).outvars, results, strict=True))
+        if index in after:
+            after[index](env)
+    return read(env, inner.outvars)
+
+
+def read(env: Mapping[Var, Any], atoms: Sequence[Atom]) -> list[Any]:
+    """The values of atoms."""
+    return [env[a] if is_var(a) else a.val for a in atoms]

@@ -1,0 +1,53 @@
+"""Arrays, and the variables that stand for them in programs: what their types say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.extend import core
+
+Var: TypeAlias = Any
+Atom: TypeAlias = Any
+
+new_var: Callable[[Any], Var] = core.gensym()
+
+
+def is_var(atom: Atom) -> bool:
+    """Whether an atom is a variable that something reads or writes, not a literal."""
+    return not isinstance(atom, (core.Literal, core.DropVar))
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array (or tracer), and not a Python value that stays static."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def is_complex(var: Var) -> bool:
+    """Whether a variable holds complex numbers."""
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.complexfloating)
+
+
+def bytes_of(var: Var) -> int:
+    """Bytes of a value; zero for keys and tokens."""
+    dtype = getattr(var.aval, "dtype", None)
+    return var.aval.size * dtype.itemsize if isinstance(dtype, np.dtype) else 0
+
+
+def on_host(aval: Any) -> bool:
+    """Whether a value lives in host memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes of a ``shard_map`` that a value varies over, where it checks that."""
+    return jax.typeof(x).mat.varying
+
+
+def has_explicit_axes(aval: Any) -> bool:
+    """Whether the type of a value says how it is cut over the axes of a mesh."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh is not None and jax.sharding.AxisType.Explicit in (mesh.axis_types or ())
