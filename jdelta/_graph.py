@@ -36,7 +36,7 @@ PART = "mesh_cast"
 
 _CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
 
-_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
 @dataclass(frozen=True)

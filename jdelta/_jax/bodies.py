@@ -13,14 +13,10 @@ from jdelta._jax.equation import REGION
 from jdelta._jax.programs import Eqn, Jaxpr, consts_of, open_jaxpr, rebuild
 from jdelta._jax.values import Atom, Var, is_var, new_var
 
-CALLS = frozenset(
-    f"pjit jit closed_call core_call eval_jaxpr remat remat2 checkpoint {REGION}".split()
-)
+CALLS = frozenset(f"jit closed_call eval_jaxpr remat2 {REGION}".split())
 """Primitives whose body may be inlined without changing a value or any of its derivatives."""
 
-BODIES = CALLS | frozenset(
-    "scan while cond shard_map custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
-)
+BODIES = CALLS | frozenset("scan while cond shard_map custom_jvp_call custom_vjp_call".split())
 """Primitives whose bodies are programs like the one they are in."""
 
 
