@@ -113,7 +113,6 @@ class Planning:
                 apart = other.run(bound)
                 if apart.best.overhead < alike.best.overhead:
                     search, found = other, apart
-            first.compiles = other.compiles
         if search is first:
             found = first.run(bound)
         known = search.known_grouping(bound, found.best.overhead)

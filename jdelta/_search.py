@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
-
-import jax
-import numpy as np
 
 from jdelta._budget import Budget
 from jdelta._candidate import GOOD_USE, Candidate, Found, not_there, too_small, wrong_order
+from jdelta._compiles import Compiles, Correction
 from jdelta._decision import Decision
 from jdelta._emit import Emission, Step, emit
 from jdelta._errors import BudgetError, OffloadError, SpillError
 from jdelta._format import format_bytes
 from jdelta._host import without_place
 from jdelta._items import Items
-from jdelta._measure import Measurement, measure
 from jdelta._policy import Policy
 from jdelta._problem import Problem
 from jdelta._region import Grouping
@@ -28,15 +23,6 @@ from jdelta._solution import Outcome
 from jdelta._solver.base import Solver
 from jdelta._spilled import check_spilled
 from jdelta._trace import Trace
-
-_LOG = logging.getLogger(__name__)
-
-_Program: TypeAlias = tuple[Grouping, Policy | None]
-_Measured: TypeAlias = tuple[jax.stages.Compiled | None, Measurement]
-
-_known: dict[Any, dict[tuple[Grouping, Policy], tuple[float, int]]] = {}
-"""Overhead and compiled peak of each plan compiled so far, by grouping and policy,
-for each program: a plan found for a small budget is never missed by a larger one."""
 
 MOST_COMPILES = 4
 EARLY = 3
@@ -46,16 +32,8 @@ MORE_COMPILES = 2
 """Compiles beyond that for steps that may spill on CPUs, where compiling is quick, and the
 simulation further off."""
 
-OUTLIER = 1.5
-"""Times its prediction at which a compiled peak says nothing about other candidates."""
-
 MOST_TRACES = 5
 """Candidates traced and simulated for one compile."""
-
-LEAST_TRUST = 0.5
-"""Part of the error of a simulation that is carried over to a plan with a far higher peak. In MiB
-the error was, at the floor and at 60 % of the plain peak: on CUDA 229 and 3 (GPT-2), 384 and 93
-(Llama), -183 and -66 (ResNet-50), -65 and -64 (BERT), -16 and -271 (MLP)."""
 
 MAY_FIT = 1.15
 """Times the budget that the plain step may take by the simulation and still be compiled. That was
@@ -94,12 +72,7 @@ WORTH = 0.005
 
 
 class Search:
-    """One search. Compiled peaks of planned steps correct the simulated ones of later candidates.
-
-    The error of the simulation is piecewise linear in the simulated peak, through those compiled so
-    far. Far above them only a part of it is believed: what the compiler needs beyond the simulation
-    at the floor is often needed elsewhere in the step than where a larger plan has its peak.
-    """
+    """One search. Compiled peaks of planned steps correct simulated ones of later candidates."""
 
     def __init__(
         self,
@@ -127,11 +100,9 @@ class Search:
         spill = step.store and step.store.spill
         way = step.donate, step.updates_in_loops, spill
         key = (trace.fingerprint, step.target.name, way, items.problem, pins)
-        self._known = before._known if before else _known.setdefault(key, {})
-        self._errors = dict(before._errors) if before else {}
+        self._compiles = before._compiles if before else Compiles(key)
+        self._correction = before._correction.copy() if before else Correction()
         self._emitted: dict[Policy | None, Emission] = {}
-        self._compiled: dict[_Program, _Measured] = before._compiled if before else {}
-        self.compiles = before.compiles if before else 0
         self._plain = before._plain if before else self._of_plain()
         self._may_fail = before is not None and not step.grouping.nested
         self._splitting = ROW_PASSES * trace.row_bytes / step.target.rates.bandwidth
@@ -177,9 +148,8 @@ class Search:
 
     def known_grouping(self, bound: int, seconds: float) -> Grouping | None:
         """That of the quickest plan compiled so far that fits, if it adds less than ``seconds``."""
-        fitting = ((s, g) for (g, _), (s, peak) in self._known.items() if peak <= bound)
-        least, grouping = min(fitting, key=lambda known: known[0], default=(math.inf, None))
-        return grouping if least < seconds else None
+        known = self._compiles.quickest(bound)
+        return known.grouping if known and known.overhead < seconds else None
 
     def run(self, bound: int, most: int = MOST_COMPILES) -> Found:
         """Find a plan within the budget.
@@ -195,7 +165,7 @@ class Search:
         """
         plain = self._plain
         if self.plain_fits(bound):
-            return Found(plain, bound, plain.peak, plain.peak, (), self.compiles)
+            return Found(plain, bound, plain.peak, plain.peak, (), self._compiles.count)
         best, floor = self._improve(bound, most)
         estimates = {"floor": floor, "ceiling": plain}
         return Found(
@@ -204,7 +174,7 @@ class Search:
             self._expected(floor),
             self._expected(plain),
             tuple(name for name, figure in estimates.items() if figure.measurement is None),
-            self.compiles,
+            self._compiles.count,
         )
 
     def _floor(self, kept: Collection[str] = (), *, least: bool = False) -> Candidate:
@@ -259,18 +229,18 @@ class Search:
         floor, best = self._floor(), None
         if floor.predicted > SURELY_BELOW * bound:
             floor = best = self._compiled_floor(bound)
-            most = max(most, self.compiles + 1)  # so that one more plan is tried
+            most = max(most, self._compiles.count + 1)  # so that one more plan is tried
         most += MORE_COMPILES if self.step.store and self.step.target.platform == "cpu" else 0
         known = self._remembered(bound, floor)
-        most -= known is not None and self._program(known) not in self._compiled
+        most -= known is not None and not self._was_compiled(known)
         excess, exceeded, files_tried = 0, 0, False
         for _ in range(most):  # a program compiled before does not count
-            if self.compiles >= most:
+            if self._compiles.count >= most:
                 break
             if best is None and not self._may_fail and excess > LOST * bound:
                 floor = best = self._compiled_floor(bound)
                 continue
-            last = self.compiles == most - 1
+            last = self._compiles.count == most - 1
             in_doubt = exceeded > 1 or (last and (best is None or exceeded > 0))
             safe = in_doubt and (best is None or best is floor)
             goal = bound - _margin(excess, bound, safe=safe)
@@ -304,18 +274,13 @@ class Search:
 
     def _remembered(self, bound: int, floor: Candidate) -> Candidate | None:
         """The fastest plan that was compiled for another budget and fits this one too."""
-        fitting = [
-            (overhead, index)
-            for index, ((grouping, _), (overhead, peak)) in enumerate(self._known.items())
-            if peak <= bound and grouping == self.step.grouping
-        ]
-        if not fitting:
+        known = self._compiles.quickest(bound, self.step.grouping)
+        if known is None:
             return None
-        policy = list(self._known)[min(fitting)[1]][1]
-        decisions = {r.name: policy.decision(r.name) for r in self.items.residuals}
+        decisions = {r.name: known.policy.decision(r.name) for r in self.items.residuals}
         if decisions == floor.decisions:
             return None
-        return self._priced(decisions, Outcome.HEURISTIC, policy)
+        return self._priced(decisions, Outcome.HEURISTIC, known.policy)
 
     def _fit(self, floor: Candidate, goal: int) -> Candidate:
         """The fastest candidate whose predicted peak is within ``goal``: a bracketed search.
@@ -380,19 +345,20 @@ class Search:
     ) -> Candidate:
         emission = self._emit(policy)
         overhead = self.items.overhead(decisions) + self._extra
-        return Candidate(decisions, overhead, emission, self._predict(emission), outcome)
+        predicted = self._correction.predicted(emission)
+        return Candidate(decisions, overhead, emission, predicted, outcome)
 
     def _of_plain(self) -> Candidate:
         emission = self._emit(None)
-        return Candidate(None, 0.0, emission, self._predict(emission))
+        return Candidate(None, 0.0, emission, self._correction.predicted(emission))
 
     def _emit(self, policy: Policy | None) -> Emission:
         if policy not in self._emitted:
             self._emitted[policy] = emit(self.step, policy)
         return self._emitted[policy]
 
-    def _program(self, candidate: Candidate) -> _Program:
-        return self.step.grouping, candidate.emission.policy
+    def _was_compiled(self, candidate: Candidate) -> bool:
+        return self._compiles.has(self.step.grouping, candidate.emission.policy)
 
     def _tried(self, candidate: Candidate) -> Candidate | None:
         """The candidate, compiled; None if the program does not do what it says.
@@ -415,29 +381,21 @@ class Search:
         Raises:
             SpillError: The program does not write and read what it should.
         """
-        emission, program = candidate.emission, self._program(candidate)
-        if program not in self._compiled:
-            self.compiles += 1
-            what = "the plain step" if candidate.decisions is None else "a plan"
-            predicted = format_bytes(candidate.predicted)
-            _LOG.info("compiling %s (program %d), %s predicted", what, self.compiles, predicted)
-            self._compiled[program] = measure(
-                emission.lower(), self.step.target, emission.options, computed=emission.computed
-            )
-            _LOG.info("%s takes %s", what, format_bytes(self._compiled[program][1].peak))
-        compiled, measurement = self._compiled[program]
+        emission = candidate.emission
+        compiled, measurement = self._compiles.measured(self.step, candidate)
         if candidate.decisions is not None and not measurement.refused:
             files = measurement.files
             check_spilled(self.items.residuals, candidate.decisions, emission.spilled, files)
         candidate = replace(candidate, measurement=measurement, compiled=compiled)
-        if candidate.decisions is not None and candidate.peak <= OUTLIER * candidate.predicted:
-            self._errors[emission.timeline.peak] = candidate.peak - emission.simulated
+        if candidate.decisions is not None:
+            self._correction.learn(candidate)
         if candidate.decisions is not None and measurement.host:
             recompute = self.items.recompute_seconds(candidate.decisions)
             seconds = recompute + measurement.overlap.exposed + self._extra
             candidate = replace(candidate, overhead=seconds)
         if emission.policy is not None and not self._offload_failed(candidate):
-            self._known[self.step.grouping, emission.policy] = candidate.overhead, candidate.peak
+            overhead, peak = candidate.overhead, candidate.peak
+            self._compiles.know(self.step.grouping, emission.policy, overhead, peak)
         return candidate
 
     def _offload_failed(self, candidate: Candidate) -> bool:
@@ -474,20 +432,11 @@ class Search:
         seconds = self.items.overhead(near.decisions(solution.decisions)) + self._extra
         return seconds < candidate.overhead
 
-    def _predict(self, emission: Emission) -> int:
-        """Simulated peak, corrected by what was compiled."""
-        if not self._errors:
-            return emission.simulated
-        temporaries, peaks = emission.timeline.peak, sorted(self._errors)
-        error = float(np.interp(temporaries, peaks, [self._errors[peak] for peak in peaks]))
-        trust = max(LEAST_TRUST, min(1.0, peaks[-1] / temporaries))
-        return emission.simulated + round(trust * error)
-
     def _expected(self, candidate: Candidate) -> int:
         """Compiled peak, else the peak predicted with all that is known by now."""
         if candidate.measurement:
             return candidate.peak
-        return self._predict(candidate.emission)
+        return self._correction.predicted(candidate.emission)
 
     def _may_fit(self, budget: Budget) -> bool:
         """Whether compiling the plain step is worth it."""

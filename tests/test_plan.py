@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jdelta
-from jdelta import BudgetError, Decision, PlanMismatchError, TargetError, TraceError, _search
+from jdelta import BudgetError, Decision, PlanMismatchError, TargetError, TraceError, _compiles
 from jdelta._measure import measure
 from jdelta._policy import Policy
 from jdelta._target import resolve
@@ -53,7 +53,7 @@ def arguments(rows=ROWS):
 
 @pytest.fixture(scope="module")
 def half():
-    _search._known.clear()  # a plan that another test has found might do, less well predicted
+    _compiles._known.clear()  # a plan that another test has found might do, less well predicted
     return jdelta.plan(step, 0.5, *arguments(), donate_argnums=0)
 
 

@@ -64,8 +64,8 @@ def test_the_budget_is_used_however_far_off_the_simulation_is(deviation, monkeyp
         return None, dataclasses.replace(EXACT, peak=peak)
 
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
-    monkeypatch.setattr("jdelta._search.measure", measured)
-    monkeypatch.setattr("jdelta._search._known", {})
+    monkeypatch.setattr("jdelta._compiles.measure", measured)
+    monkeypatch.setattr("jdelta._compiles._known", {})
     ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(LAYERS)]
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     plan = jdelta.plan(step, 0.8, ws, x, target="tpu:v5e:2x2")
@@ -102,8 +102,8 @@ def test_what_is_small_stays_where_recompute_of_it_takes_more(monkeypatch):
         return caught.value.floor
 
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
-    monkeypatch.setattr("jdelta._search.measure", measured)
-    monkeypatch.setattr("jdelta._search._known", {})
+    monkeypatch.setattr("jdelta._compiles.measure", measured)
+    monkeypatch.setattr("jdelta._compiles._known", {})
     all_recomputed = least_peak("every residual recomputed the step")
     monkeypatch.setitem(LEAN, "tpu", 0.01)
     few_kept = least_peak(r"every residual recomputed but 96")
@@ -131,8 +131,8 @@ def test_a_search_that_goes_on_compiles_nothing_again(monkeypatch):
         return None, dataclasses.replace(EXACT, peak=emission.simulated)
 
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
-    monkeypatch.setattr("jdelta._search.measure", measured)
-    monkeypatch.setattr("jdelta._search._known", {})
+    monkeypatch.setattr("jdelta._compiles.measure", measured)
+    monkeypatch.setattr("jdelta._compiles._known", {})
     monkeypatch.setattr("jdelta._search.Search.better_grouping", lambda *_: None)
     floor = jdelta.plan(scanned, None, *STACKED, target="tpu:v5e:2x2", pin={"*": "recompute"})
     compiled.clear()
@@ -155,8 +155,8 @@ def test_layers_decided_apart_in_vain_are_counted(monkeypatch):
         return Grouping(2)
 
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
-    monkeypatch.setattr("jdelta._search.measure", measured)
-    monkeypatch.setattr("jdelta._search._known", {})
+    monkeypatch.setattr("jdelta._compiles.measure", measured)
+    monkeypatch.setattr("jdelta._compiles._known", {})
     monkeypatch.setattr("jdelta._search.Search.better_grouping", grouping)
     plan = jdelta.plan(scanned, BUDGET, *STACKED, target="tpu:v5e:2x2", host_budget=0)
     assert apart[0] < len(compiled) == plan.compiles
@@ -172,8 +172,8 @@ def test_what_is_left_after_a_miss_is_used_with_layers_alike(monkeypatch):
         return None, dataclasses.replace(EXACT, peak=peaks[-1])
 
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
-    monkeypatch.setattr("jdelta._search.measure", measured)
-    monkeypatch.setattr("jdelta._search._known", {})
+    monkeypatch.setattr("jdelta._compiles.measure", measured)
+    monkeypatch.setattr("jdelta._compiles._known", {})
     plan = jdelta.plan(scanned, BUDGET, *STACKED, target="tpu:v5e:2x2", host_budget=0)
     assert plan.grouping.layers == 1
     assert max(peaks[1:-1]) < peaks[-1] == plan.compiled_peak <= BUDGET
