@@ -13,7 +13,7 @@ from jdelta._region import Grouping
 from jdelta._search import LEAN
 
 LAYERS, ROWS, WIDTH = 48, 8192, 512
-BUDGET = 600 << 20
+BUDGET = 500 << 20
 EXACT = Measurement(0, 0, 0, 0, 0, 0, 0, 0, refused=False, seconds=0.0)
 
 
