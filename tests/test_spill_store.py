@@ -293,31 +293,71 @@ def test_a_store_that_nobody_has_any_more_is_removed(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_direct_transfers_where_the_file_system_has_them(tmp_path):
-    store = open_store(tmp_path)
-    tensors = fill(store, 4, size=MIB + 5)
+@pytest.mark.parametrize("size", [1, 15, 100, MIB - 1, MIB + 5])
+@pytest.mark.parametrize("adapter", ["disk", "memory"])
+def test_sizes_that_nothing_divides(adapter, size, tmp_path):
+    store = open_store(tmp_path, adapter=adapter)
+    tensors = fill(store, 4, size=size)
     store.settle()
     for row in reversed(range(4)):
-        np.testing.assert_array_equal(take(store, row, MIB + 5), tensors[row])
+        np.testing.assert_array_equal(take(store, row, size), tensors[row])
     store.close()
 
 
-@pytest.mark.parametrize(
-    ("text", "digest"),
-    [(b"", 0xEF46DB3751D8E999), (b"a", 0xD24EC4F1A98C6E5B), (b"abc", 0x44BC2CF5AD770999)],
-)
-def test_checksum_is_the_published_one(text, digest):
-    assert library().jdelta_spill_checksum(text, len(text)) == digest
+def copy(source, target):
+    """The sums that the native copy gives; streams of 32-bit words are its last two axes."""
+    sums = np.zeros((2, 4, 2), np.uint64)
+    size = source.nbytes
+    library().jdelta_spill_copy(target.ctypes.data, source.ctypes.data, size, sums.ctypes.data)
+    return sums
 
 
-def test_checksum_sees_every_bit():
-    data = bytearray(range(77))
-    digests = {library().jdelta_spill_checksum(bytes(data), len(data))}
+def fletcher(data):
+    """The same by definition: sums, sums of sums and so on, of every fourth 32-bit word."""
+    padded = np.zeros(-(-data.size // 16) * 16, np.uint8)
+    padded[: data.size] = data
+    words = padded.view("<u4").reshape(-1, 2, 2).astype(np.uint64)
+    sums = np.zeros((2, 4, 2), np.uint64)
+    for order in range(4 if data.size else 0):
+        words = np.cumsum(words, axis=0, dtype=np.uint64)
+        sums[:, order] = words[-1].T
+    return sums
+
+
+SIZES = [*range(101), MIB - 1, MIB, MIB + 17]
+
+
+@pytest.mark.parametrize("skips", [(0, 0), (1, 0), (0, 1), (8, 8), (3, 13)])
+def test_a_copy_is_exact_and_its_sums_are_fletchers(skips):
+    random = np.random.default_rng(0)
+    data = random.integers(0, 256, max(SIZES) + 64, np.uint8)
+    data[: MIB // 2] = 255  # so that sums overflow
+    for size in SIZES:
+        source = data[skips[0] :][:size]
+        around = np.full(size + 64, 7, np.uint8)
+        target = around[16 - around.ctypes.data % 16 :][skips[1] :]
+        np.testing.assert_array_equal(copy(source, target), fletcher(source))
+        np.testing.assert_array_equal(target[:size], source)
+        assert (around == 7).sum() - (source == 7).sum() == 64  # nothing beside it was touched
+
+
+def test_sums_see_every_bit():
+    data = np.arange(77, dtype=np.uint8)
+    target = np.zeros_like(data)
+    sums = {copy(data, target).tobytes()}
     for bit in range(77 * 8):
         data[bit // 8] ^= 1 << bit % 8
-        digests.add(library().jdelta_spill_checksum(bytes(data), len(data)))
+        sums.add(copy(data, target).tobytes())
         data[bit // 8] ^= 1 << bit % 8
-    assert len(digests) == 1 + 77 * 8
+    assert len(sums) == 1 + 77 * 8
+
+
+def test_sums_see_what_changes_places():
+    data = np.zeros((64, 512), np.uint8)
+    data[7, 3] = data[20, 35] = 1  # two sectors of the same sum, in the same stream
+    swapped = data.copy()
+    swapped[[7, 20]] = data[[20, 7]]
+    assert (copy(data, data.copy()) != copy(swapped, data.copy())).any()
 
 
 @pytest.mark.parametrize("checksum", [True, False])

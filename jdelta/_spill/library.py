@@ -57,8 +57,7 @@ def library() -> ctypes.CDLL:
     for name in ("jdelta_spill_put", "jdelta_spill_get"):
         move = getattr(native, name)
         move.argtypes = [number, ctypes.POINTER(Key), ctypes.c_void_p, number, text, number]
-    native.jdelta_spill_checksum.restype = ctypes.c_uint64
-    native.jdelta_spill_checksum.argtypes = [text, number]
+    native.jdelta_spill_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, number, ctypes.c_void_p]
     for name in (WRITE, READ):
         target = jax.ffi.pycapsule(getattr(native, name))
         jax.ffi.register_ffi_target(name, target, platform="cpu")

@@ -1,12 +1,12 @@
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "adapter.h"
+#include "summed_copy.h"
 
 namespace jdelta {
 namespace {
@@ -16,12 +16,12 @@ class MemoryAdapter : public Adapter {
   Status Write(int64_t extent, const char* data, size_t bytes) override {
     char* kept = Kept(extent);
     if (kept == nullptr) return "no memory is left for the memory adapter";
-    std::memcpy(kept, data, bytes);
+    SummedCopy(kept, data, bytes);
     return Status();
   }
 
   Status Read(int64_t extent, char* data, size_t bytes) override {
-    std::memcpy(data, Kept(extent), bytes);
+    SummedCopy(data, Kept(extent), bytes);
     return Status();
   }
 

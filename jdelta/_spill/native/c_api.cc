@@ -8,9 +8,9 @@
 #include <optional>
 #include <utility>
 
-#include "checksum.h"
 #include "export.h"
 #include "registry.h"
+#include "summed_copy.h"
 
 namespace jdelta {
 namespace {
@@ -107,6 +107,8 @@ JDELTA_EXPORT int jdelta_spill_get(int64_t id, const Key* key, void* data, int64
   return jdelta::Say(waiter.Wait(store->Read(*key, data, bytes, waiter.done())), message, size);
 }
 
-JDELTA_EXPORT uint64_t jdelta_spill_checksum(const void* data, int64_t bytes) {
-  return jdelta::Checksum(data, bytes);
+// For tests.
+JDELTA_EXPORT void jdelta_spill_copy(char* to, const char* from, int64_t bytes,
+                                     jdelta::Sums* sums) {
+  *sums = jdelta::SummedCopy(to, from, bytes);
 }

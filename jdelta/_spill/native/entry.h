@@ -12,6 +12,7 @@
 
 #include "pool.h"
 #include "status.h"
+#include "summed_copy.h"
 
 namespace jdelta {
 
@@ -50,7 +51,7 @@ struct Chunk {
   int64_t extent;         // where on the device; reserved when the write begins
   State state = State::kEmpty;
   Block block = nullptr;  // from kFilling to kHeld, and in kLoading
-  uint64_t sum = 0;       // checksum of what went to the device
+  Sums sums{};            // of the tensor's bytes, since kFilling
   bool copying = false;   // to the tensor that is read, by the thread that asked for it
   bool taken = false;     // that copy has ended, but the device still writes
   bool ahead = false;     // is to be, or is, brought back before it is asked for

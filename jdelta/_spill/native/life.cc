@@ -24,7 +24,7 @@ Status Store::Fail(int64_t id, const Status& status) {
   for (auto& [device, lane] : lanes) {
     for (auto& [order, entry] : lane) Drop(entry, status);
   }
-  changed_.notify_all();
+  Wake();
   return status;
 }
 
@@ -114,7 +114,7 @@ void Store::Release(Chunk& chunk) {
   chunk.ahead = false;
   extents_.Put(chunk.extent);
   counters_.stored -= Aligned(chunk.bytes);
-  changed_.notify_all();
+  Wake();
 }
 
 Counters Store::counters() {
@@ -127,9 +127,7 @@ Counters Store::counters() {
 
 void Store::Settle() {
   Lock lock(mutex_);
-  changed_.wait(lock, [this] {
-    return closed_ || (fills_.empty() && writes_.empty() && !Busy());
-  });
+  settled_.wait(lock, [this] { return closed_ || Settled(); });
   while (!held_.empty()) pool_.Put(TakeHeld());
 }
 

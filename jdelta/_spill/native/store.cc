@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -108,7 +107,7 @@ std::optional<Status> Store::CopyIn(Lock& lock, const std::shared_ptr<Entry>& en
       for (; i < entry->chunks.size(); ++i) fills_.push_back({entry, i});
       entry->done = std::move(done);
       ++counters_.waits;
-      changed_.notify_all();
+      Wake();
       return std::nullopt;
     }
     if (Status status = CopyChunkIn(lock, {entry, i}, std::move(block)); !status.empty()) {
@@ -129,12 +128,13 @@ std::optional<Status> Store::CopyOut(Lock& lock, const std::shared_ptr<Entry>& e
     }
   }
   counters_.late += entry->left > 1;
-  changed_.notify_all();
+  Wake();
 
   ++entry->touching;
   lock.unlock();
+  Status status;
   for (Chunk* chunk : here) {
-    std::memcpy(entry->target + chunk->offset, chunk->block.get(), chunk->bytes);
+    if (status.empty()) status = CopyChunkOut(*chunk);
   }
   lock.lock();
   --entry->touching;
@@ -147,10 +147,11 @@ std::optional<Status> Store::CopyOut(Lock& lock, const std::shared_ptr<Entry>& e
       Release(*chunk);
     }
   }
-  changed_.notify_all();
+  if (!status.empty()) Fail(entry->key.run, status);
   if (entry->dropped && entry->touching == 0) return entry->error;
   if (!entry->dropped) {
     PlanAhead(*entry);
+    Wake();
     if (--entry->left == 0) {
       Leave(*entry);
       return Status();
@@ -167,10 +168,9 @@ Status Store::CopyChunkIn(Lock& lock, const Job& job, Block block) {
   chunk.state = Chunk::State::kFilling;
   ++entry.touching;
   lock.unlock();
-  std::memcpy(chunk.block.get(), entry.source + chunk.offset, chunk.bytes);
+  chunk.sums = SummedCopy(chunk.block.get(), entry.source + chunk.offset, chunk.bytes);
   lock.lock();
   --entry.touching;
-  changed_.notify_all();
   if (entry.dropped) {
     Release(chunk);
     return entry.error;
@@ -178,7 +178,16 @@ Status Store::CopyChunkIn(Lock& lock, const Job& job, Block block) {
   --entry.left;
   chunk.state = Chunk::State::kQueued;
   writes_.push_back(job);
+  Wake();
   return Status();
+}
+
+// Wants no lock. Fails if the block is not what was written, and then the step must not go on.
+Status Store::CopyChunkOut(const Chunk& chunk) const {
+  Sums sums = SummedCopy(chunk.entry->target + chunk.offset, chunk.block.get(), chunk.bytes);
+  if (!options_.checksum || sums == chunk.sums) return Status();
+  return "reading from " + options_.place + ": what came back is not what was written (checksum); "
+         "the device or something that writes to it is faulty";
 }
 
 // Whether memory has the chunk, which is then the caller's to copy; otherwise it is asked for.

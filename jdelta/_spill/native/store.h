@@ -101,6 +101,7 @@ class Store : public std::enable_shared_from_this<Store> {
   std::optional<Status> CopyIn(Lock& lock, const std::shared_ptr<Entry>& entry, Done done);
   Status CopyChunkIn(Lock& lock, const Job& job, Block block);
   std::optional<Status> CopyOut(Lock& lock, const std::shared_ptr<Entry>& entry, Done done);
+  Status CopyChunkOut(const Chunk& chunk) const;
   bool Claim(const std::shared_ptr<Entry>& entry, size_t index);
   void PlanAhead(const Entry& entry);
   void BringAhead(const std::shared_ptr<Entry>& entry, size_t index);
@@ -130,16 +131,20 @@ class Store : public std::enable_shared_from_this<Store> {
   void Fetch(Lock& lock, const Job& job, Block block);
   void Deliver(Lock& lock, const Job& job);
   bool Busy() const;
+  bool Settled() const;
+  void Wake();
   Status Transfer(Lock& lock, const Job& job, bool write);
-  Status WriteChunk(Chunk& chunk);
-  Status ReadChunk(Chunk& chunk);
+  Status WriteChunk(const Chunk& chunk);
 
   const Options options_;
   const std::unique_ptr<Adapter> adapter_;
   const pid_t process_;
 
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::condition_variable to_write_;  // for the threads that write
+  std::condition_variable to_read_;   // for those that read
+  std::condition_variable settled_;   // for `Settle`
+  std::condition_variable ended_;     // for `Close`, and the thread that it ends and nothing else
   bool closed_ = false;
   int threads_ = 0;
 

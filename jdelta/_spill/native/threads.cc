@@ -8,7 +8,6 @@
 #include <thread>
 #include <utility>
 
-#include "checksum.h"
 #include "store.h"
 
 namespace jdelta {
@@ -28,7 +27,7 @@ void Store::StartThreads() {
       Lock lock(self->mutex_);
       (self.get()->*loop)(lock);
       --self->threads_;
-      self->changed_.notify_all();
+      self->ended_.notify_all();
     }).detach();
   }
 }
@@ -38,14 +37,14 @@ bool Store::Close() {
   Lock lock(mutex_);
   closed_ = true;
   FailAll("the store of this step was closed while the step ran");
-  changed_.notify_all();
-  return changed_.wait_for(lock, kPatience, [this] { return threads_ == 0; });
+  Wake();
+  return ended_.wait_for(lock, kPatience, [this] { return threads_ == 0; });
 }
 
 void Store::WriteLoop(Lock& lock) {
   while (true) {
     auto fillable = [this] { return !fills_.empty() && wanting_ == 0 && AnyBlock(); };
-    changed_.wait(lock, [&] { return closed_ || !writes_.empty() || fillable(); });
+    to_write_.wait(lock, [&] { return closed_ || !writes_.empty() || fillable(); });
     if (closed_) return;
     Block block = fillable() ? TakeBlock() : nullptr;
     if (block != nullptr) {
@@ -53,26 +52,38 @@ void Store::WriteLoop(Lock& lock) {
     } else if (!writes_.empty()) {
       Send(lock);
     }
-    if (fills_.empty() && writes_.empty()) changed_.notify_all();  // `Settle` waits for that
+    Wake();
   }
 }
 
 void Store::ReadLoop(Lock& lock) {
   while (true) {
-    changed_.wait(lock, [this] { return closed_ || !asked_.empty() || AheadCanGo(); });
+    to_read_.wait(lock, [this] { return closed_ || !asked_.empty() || AheadCanGo(); });
     if (closed_) return;
     asked_.empty() ? FetchAhead(lock) : FetchAsked(lock);
+    Wake();
   }
 }
 
 bool Store::Busy() const { return writing_.transfers + reading_.transfers > 0; }
+
+bool Store::Settled() const { return fills_.empty() && writes_.empty() && !Busy(); }
+
+// Wakes those who may have something to do now, and no others: a switch of threads costs about as
+// much as copying some tens of KiB. To be called after each change that somebody may wait for.
+void Store::Wake() {
+  if (closed_ || !writes_.empty() || !fills_.empty()) to_write_.notify_all();
+  if (closed_ || !asked_.empty() || wanting_ > 0 || AheadCanGo()) to_read_.notify_all();
+  if (closed_ || Settled()) settled_.notify_all();
+  if (closed_) ended_.notify_all();
+}
 
 // Ends every execution when the device has not answered for too long.
 void Store::WatchLoop(Lock& lock) {
   std::chrono::duration<double> timeout(options_.timeout);
   auto period = std::min<std::chrono::duration<double>>(timeout / 4, std::chrono::seconds(5));
   while (!closed_) {
-    changed_.wait_for(lock, period);
+    ended_.wait_for(lock, period);
     if (Busy() && Clock::now() - answered_ > timeout) {
       FailAll(options_.place + " has not answered for " + std::to_string(options_.timeout) +
               " seconds (timeout=); see the system's log, and try another directory");
@@ -86,7 +97,6 @@ void Store::Fill(Lock& lock, Block block) {
   Entry& entry = *job.entry;
   if (entry.dropped) {
     pool_.Put(std::move(block));
-    changed_.notify_all();
     return;
   }
   Status status = CopyChunkIn(lock, job, std::move(block));
@@ -118,7 +128,7 @@ void Store::FetchAsked(Lock& lock) {
   ++wanting_;
   while (job.chunk().state == Chunk::State::kStored && !closed_ && block == nullptr) {
     block = TakeBlock();
-    if (block == nullptr) changed_.wait(lock);
+    if (block == nullptr) to_read_.wait(lock);
   }
   --wanting_;
   if (block != nullptr) Fetch(lock, job, std::move(block));
@@ -174,11 +184,11 @@ void Store::Deliver(Lock& lock, const Job& job) {
   Chunk& chunk = job.chunk();
   ++entry.touching;
   lock.unlock();
-  std::memcpy(entry.target + chunk.offset, chunk.block.get(), chunk.bytes);
+  Status status = CopyChunkOut(chunk);
   lock.lock();
   --entry.touching;
   Release(chunk);
-  changed_.notify_all();
+  if (!status.empty()) Fail(entry.key.run, status);
   if (!entry.dropped && --entry.left == 0) {
     Leave(entry);
     Answer(entry, Status());
@@ -192,34 +202,25 @@ Status Store::Transfer(Lock& lock, const Job& job, bool write) {
   Clock::time_point now = Clock::now();
   if (!Busy()) answered_ = now;
   if (traffic.transfers++ == 0) traffic.since = now;
+  Wake();
   lock.unlock();
-  Status status = write ? WriteChunk(job.chunk()) : ReadChunk(job.chunk());
+  Chunk& chunk = job.chunk();
+  Status status = write ? WriteChunk(chunk)
+                        : adapter_->Read(chunk.extent, chunk.block.get(), chunk.bytes);
   lock.lock();
   answered_ = Clock::now();
   if (--traffic.transfers == 0) {
     std::chrono::nanoseconds time = answered_ - traffic.since;
     (write ? counters_.writing : counters_.reading) += time.count();
   }
-  changed_.notify_all();
   if (status.empty()) return status;
   return (write ? "writing to " : "reading from ") + options_.place + ": " + status;
 }
 
-Status Store::WriteChunk(Chunk& chunk) {
+Status Store::WriteChunk(const Chunk& chunk) {
   char* data = chunk.block.get();
-  if (options_.checksum) chunk.sum = Checksum(data, chunk.bytes);
   std::memset(data + chunk.bytes, 0, Aligned(chunk.bytes) - chunk.bytes);
   return adapter_->Write(chunk.extent, data, chunk.bytes);
-}
-
-Status Store::ReadChunk(Chunk& chunk) {
-  char* data = chunk.block.get();
-  Status status = adapter_->Read(chunk.extent, data, chunk.bytes);
-  if (!status.empty() || !options_.checksum || Checksum(data, chunk.bytes) == chunk.sum) {
-    return status;
-  }
-  return "what came back is not what was written (checksum); the device or something that writes "
-         "to it is faulty";
 }
 
 }  // namespace jdelta
