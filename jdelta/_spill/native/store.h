@@ -144,7 +144,7 @@ class Store : public std::enable_shared_from_this<Store> {
   std::condition_variable to_write_;  // for the threads that write
   std::condition_variable to_read_;   // for those that read
   std::condition_variable settled_;   // for `Settle`
-  std::condition_variable ended_;     // for `Close`, and the thread that it ends and nothing else
+  std::condition_variable ended_;     // for `Close` and the thread that watches
   bool closed_ = false;
   int threads_ = 0;
 

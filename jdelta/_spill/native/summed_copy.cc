@@ -40,7 +40,7 @@ void Put(char* to, Lanes x, bool aligned) {
   std::memcpy(to, &x, sizeof(x));
 }
 
-// Locks do not order such stores.
+// Such stores may be seen later than what comes after them, and so than the end of a lock.
 void Fence() {
 #if defined(__SSE2__)
   _mm_sfence();

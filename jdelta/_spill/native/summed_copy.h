@@ -11,12 +11,12 @@ namespace jdelta {
 
 // The checksum: Fletcher's sums (a, b, c, d: ZFS's fletcher4) of each of the four streams that every
 // fourth 32-bit word makes, the last one filled up with zeros. In this order: of streams 0 and 2
-// both a, both b, both c and both d, then of streams 1 and 3. A change of one word, or of two of one
-// stream, is found for certain.
+// both a, both b, both c and both d, then of streams 1 and 3. In a block a change of one word, or of
+// two of one stream, is found for certain.
 using Sums = std::array<uint64_t, 16>;
 
-// Any addresses; a target at a multiple of 16 takes half the memory traffic. What other threads do
-// after the caller's next release of a lock finds the copy there.
+// Takes any addresses, and saves a third of the memory traffic where `to` is a multiple of 16.
+// Another thread finds the copy there once it knows of it in any of the usual ways.
 Sums SummedCopy(char* to, const char* from, size_t bytes);
 
 }  // namespace jdelta
