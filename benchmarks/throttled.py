@@ -39,7 +39,7 @@ from jdelta._target import resolve
 
 SHAPE = {"vocab": 1024, "length": 256, "dtype": jnp.float32, "scan": False}
 STEPS = {
-    "wider": {"layers": 3, "width": 2048, "heads": 16, "batch": 1},
+    "wider": {"layers": 3, "width": 2048, "heads": 16, "batch": 2},
     "wide": {"layers": 4, "width": 1024, "heads": 8, "batch": 4},
     "narrow": {"layers": 6, "width": 256, "heads": 4, "batch": 8},
 }
