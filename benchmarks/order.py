@@ -13,6 +13,8 @@ import dataclasses
 import functools
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import optax
@@ -45,25 +47,35 @@ SCALING = "gpt2-xl"
 TIMES = (1, 2, 4, 8)
 
 
-def problem(model: str, batch: int, layers: int = 1) -> Problem:
-    """The operators of a training step with Adam, of a model with `layers` times its layers."""
+def adam_step(model: str, batch: int, layers: int = 1) -> tuple[Callable[..., Any], Any]:
+    """A step with Adam and no clipping, of a model with `layers` times its layers.
+
+    Returns:
+        The step, and the shapes of its arguments: weights and Adam's state, then the rest.
+    """
     config = dataclasses.replace(find(model), batch=batch)
     if layers > 1:
         config = dataclasses.replace(config, layers=layers * config.layers)
     case = config.case(model, identity)
     optimizer = optax.adam(1e-3)
 
-    def step(params, opt, state, batch):
-        loss, grads = case.grads(state._replace(params=params), batch)
+    def step(trained, rest):
+        params, opt = trained
+        state, data = rest
+        loss, grads = case.grads(state._replace(params=params), data)
         updates, opt = optimizer.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, loss
+        return (optax.apply_updates(params, updates), opt), loss
 
-    params, opt = case.state.params, jax.eval_shape(optimizer.init, case.state.params)
-    rest = case.state._replace(params=(), opt=()), case.batch
-    closed = jax.make_jaxpr(step)(params, opt, *rest)
-    graph = graph_of(closed)
-    given = graph.inputs[len(graph.inputs) - len(jax.tree.leaves((params, opt, rest))) :]
-    donated = given[: len(jax.tree.leaves((params, opt)))]
+    trained = case.state.params, jax.eval_shape(optimizer.init, case.state.params)
+    return step, (trained, (case.state._replace(params=(), opt=()), case.batch))
+
+
+def problem(model: str, batch: int, layers: int = 1) -> Problem:
+    """The operators of such a step, its weights updated in place."""
+    step, (trained, rest) = adam_step(model, batch, layers)
+    graph = graph_of(jax.make_jaxpr(step)(trained, rest))
+    given = graph.inputs[len(graph.inputs) - len(jax.tree.leaves((trained, rest))) :]
+    donated = given[: len(jax.tree.leaves(trained))]
     return problem_of(graph, None, places_taken(graph, donated))
 
 

@@ -153,14 +153,36 @@ def _staged(call: Call, donate: Sequence[int], platform: str) -> tuple[Graph, li
 
 def _of_compiled(compiled: jax.stages.Compiled) -> Schedule:
     stats: Any = compiled.memory_analysis()
-    made = _schedule(
-        compiled_problem(parse(compiled.as_text() or "")), stats.argument_size_in_bytes
-    )
+    made = of_text(compiled.as_text() or "", stats.argument_size_in_bytes)
+    return dataclasses.replace(made, allocated=_allocated(stats, _platform(compiled)))
+
+
+def of_text(text: str, resident: int) -> Schedule:
+    """The schedule of a compiled program by its text; `resident` are the bytes of its arguments."""
+    problem, given = compiled_problem(parse(text))
+    return _schedule(problem, resident, given)
+
+
+def _allocated(stats: Any, platform: str) -> int:
+    """Bytes of temporaries and of results in no argument's place.
+
+    A TPU's temporaries count what stays on the chip, its peak does not.
+    """
     own = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return dataclasses.replace(made, allocated=stats.temp_size_in_bytes + own)
+    total = stats.temp_size_in_bytes + own
+    if platform != "tpu":
+        return total
+    peak = getattr(stats, "total_allocation_bytes", 0) or stats.peak_memory_in_bytes
+    return min(total, peak - stats.argument_size_in_bytes)
 
 
-def _schedule(problem: Problem, resident: int) -> Schedule:
+def _platform(compiled: jax.stages.Compiled) -> str:
+    placed = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return next((d.platform for s in placed for d in s.device_set), "")
+
+
+def _schedule(problem: Problem, resident: int, given: int = 0) -> Schedule:
+    """Orders and lays out; `given` bytes of the tensors are arguments and not allocated."""
     found = arrange(problem)
     first, last = problem.lives(found.order)
     offsets = layout(problem.bytes, first, last)
@@ -172,11 +194,11 @@ def _schedule(problem: Problem, resident: int) -> Schedule:
     return Schedule(
         operators=tuple(problem.names[i] for i in found.order),
         order=found.order,
-        timeline=tuple(problem.timeline(found.order).tolist()),
-        peak=found.peak,
-        program_peak=problem.peak(problem.program),
-        bound=found.bound,
-        arena=arena(problem.bytes, offsets),
+        timeline=tuple((problem.timeline(found.order) - given).tolist()),
+        peak=found.peak - given,
+        program_peak=problem.peak(problem.program) - given,
+        bound=found.bound - given,
+        arena=arena(problem.bytes, offsets) - given,
         placements=placements,
         resident=resident,
     )

@@ -1,8 +1,11 @@
 """A scheduled HLO module as operators and tensors, in the compiler's own order.
 
 Buffers as XLA assigns them, as far as the text says: views, loops and updates of a part share what
-they are given, a loop fusion writes over an operand of its shape that it is the last to read. Not
-seen: XLA may put temporaries into the memory of a donated argument while its result is not there.
+they are given, a fusion writes over an operand that it is the last to read, if it reads no element
+after it has written it. XLA puts temporaries into the memory of a donated argument from its last
+reader on until its result comes: such an argument is a tensor too, that the operator ``arguments``
+makes before all others. What a TPU moves to its on-chip memory and back counts as if it stayed, so
+that no order looks better for holding more there than there is room for.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jdelta._format import format_array
-from jdelta._hlo import DEVICE, Array, Computation, Instruction, Module, Shape, leaves
+from jdelta._hlo import HOST, Array, Computation, Instruction, Module, Shape, leaves
 from jdelta._order.problem import Problem, Tensor
 
 _GIVEN = frozenset({"parameter", "constant", "after-all", "partition-id", "replica-id"})
@@ -23,20 +26,33 @@ _ELEMENTWISE = frozenset(
     "abs add and compare convert cosine divide exponential log maximum minimum multiply negate not"
     " or power rsqrt select sine sqrt subtract tanh xor".split()
 )
+_IN_STEP = _ELEMENTWISE | {"bitcast", "reduce"}
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
-
-def compiled_problem(module: Module) -> Problem:
-    """The problem that the entry of a module poses; constants and arguments are given."""
-    return _problem(module, module.entry, is_body=False)
+_ARGUMENTS = 0
+"""The operator that makes the arguments."""
 
 
-def _problem(module: Module, computation: Computation, *, is_body: bool) -> Problem:
+def compiled_problem(module: Module) -> tuple[Problem, int]:
+    """The problem that the entry of a module poses.
+
+    Returns:
+        The problem, and the bytes of its tensors that are arguments: not to be counted in what it
+        allocates. Other arguments, and constants, are no tensors.
+    """
+    problem = _problem(module, module.entry, module.aliases)
+    return problem, sum(problem.tensors[t].bytes for t in problem.made[_ARGUMENTS])
+
+
+def _problem(
+    module: Module, computation: Computation, aliases: Mapping[int, int] | None
+) -> Problem:
+    """The problem of a computation; `aliases` as for `_Builder.keep`."""
     builder = _Builder(module, computation)
     for instruction in computation:
         builder.add(instruction)
+    builder.keep(aliases)
     builder.overwrite()
-    builder.keep(None if is_body else module.aliases)
     return builder.problem()
 
 
@@ -65,8 +81,8 @@ class _Builder:
         self._waits: dict[str, frozenset[int]] = {}
         self._parameters: dict[int, list[_Buffer]] = {}
         self._buffers: list[_Buffer] = []
-        self._predecessors: list[set[int]] = []
-        self._names: list[str] = []
+        self._predecessors: list[set[int]] = [set()]
+        self._names: list[str] = ["arguments"]
         self._candidates: list[tuple[_Buffer, list[_Buffer]]] = []
 
     def add(self, instruction: Instruction) -> None:
@@ -74,7 +90,7 @@ class _Builder:
         before = [self._held[name] for name in instruction.operands]
         waits = frozenset[int]().union(*(self._waits[name] for name in instruction.operands))
         if instruction.opcode in _GIVEN:
-            held = [_Buffer(0, -1) for _ in leaves(instruction.shape)]
+            held = [_Buffer(0, _ARGUMENTS) for _ in leaves(instruction.shape)]
             self._held[instruction.name], self._waits[instruction.name] = held, waits
             if instruction.opcode == "parameter":
                 self._parameters[int(instruction.argument)] = held
@@ -87,7 +103,7 @@ class _Builder:
             self._waits[instruction.name] = waits
             return
         self._waits[instruction.name] = frozenset({index})
-        self._predecessors.append(set(waits))
+        self._predecessors.append(set(waits) or {_ARGUMENTS})
         self._names.append(instruction.name)
         self._buffers += made
         if inside:
@@ -95,16 +111,22 @@ class _Builder:
         for buffer in (b for part in before for b in part):
             if buffer.maker != index:
                 buffer.users[index] = None
-        if _is_elementwise(instruction):
-            self._candidates += [(b, self._alike(instruction, b)) for b in made]
+        for position, buffer in enumerate(held):
+            if any(buffer is b for b in made):
+                self._candidates.append((buffer, self._alike(instruction, position)))
 
-    def _alike(self, instruction: Instruction, result: _Buffer) -> list[_Buffer]:
-        """Buffers of operands of the result's type and shape."""
-        operands = {o.name: o for o in self._computation.operands(instruction)}.values()
-        alike = [
-            o for o in operands if isinstance(o.shape, Array) and _kind(o.shape) == result.kind
-        ]
-        return [self._held[o.name][0] for o in alike]
+    def _alike(self, instruction: Instruction, position: int) -> list[_Buffer]:
+        """Buffers of operands that the result at a position may be written over."""
+        inner = self._module.called(instruction) if instruction.opcode == "fusion" else None
+        if inner:
+            parts = _parts(inner)  # fewer than results where one part is a tuple itself
+            read = _read_in_step(inner, parts[position]) if position < len(parts) else []
+            operands = [instruction.operands[number] for number in read]
+        elif instruction.opcode in _ELEMENTWISE:
+            operands = instruction.operands
+        else:
+            return []
+        return [self._held[name][0] for name in dict.fromkeys(operands)]
 
     def _inside(self, instruction: Instruction) -> int:
         """Bytes that the body of a loop, or the largest branch, needs beside what it is given."""
@@ -116,7 +138,7 @@ class _Builder:
             bodies = [name for name in (*branches, *both) if name]
         else:
             return 0
-        problems = (_problem(self._module, self._module[b], is_body=True) for b in bodies)
+        problems = (_problem(self._module, self._module[b], None) for b in bodies)
         return max((p.peak(p.program) for p in problems), default=0)
 
     def _results(
@@ -128,8 +150,8 @@ class _Builder:
             return [b for part in before for b in part], []
         if opcode == "get-tuple-element":
             return self._element(instruction, before[0]), []
-        if opcode in _SAME:
-            return list(before[0]), []
+        if opcode in _SAME or 'custom_call_target="ConcatBitcast"' in instruction.attributes:
+            return list(before[0]), []  # the latter: slices that are moved one by one
         if opcode.endswith("-done"):
             return self._finished(instruction, before[0]), []
         arrays = list(leaves(instruction.shape))
@@ -139,7 +161,7 @@ class _Builder:
         for position, array in enumerate(arrays):
             buffer = shared.get(position)
             if buffer is None:
-                size = array.bytes if array.memory == DEVICE else 0
+                size = 0 if array.memory == HOST else array.bytes
                 buffer = _Buffer(size, index, _kind(array))
                 made.append(buffer)
             held.append(buffer)
@@ -172,9 +194,8 @@ class _Builder:
         inner = self._module.called(instruction) if instruction.opcode == "fusion" else None
         if inner is None:
             return {}
-        parts = inner.operands(inner.root) if inner.root.opcode == "tuple" else [inner.root]
         found: dict[int, _Buffer] = {}
-        for position, part in enumerate(parts):
+        for position, part in enumerate(_parts(inner)):
             operand = _updated(inner, part)
             buffer = before[operand][0] if operand is not None else None
             if buffer is not None:
@@ -189,36 +210,55 @@ class _Builder:
         begin = 1 if instruction.opcode == "copy-start" else 0
         if isinstance(instruction.shape, Array):
             return {}
-        return {begin + i: buffer for i, buffer in enumerate(operands)}
+        shared = {begin + i: buffer for i, buffer in enumerate(operands)}
+        return {**self._moved(instruction, operands), **shared}
+
+    def _moved(self, instruction: Instruction, operands: list[_Buffer]) -> dict[int, _Buffer]:
+        """A copy between the memory of a device and that on its chip is the same value."""
+        if instruction.opcode not in {"copy-start", "slice-start"}:
+            return {}
+        memories = [array.memory for array in leaves(instruction.shape)]
+        on_chip = HOST not in memories[:2] and memories[0] != memories[1]
+        return {0 if instruction.opcode == "copy-start" else 1: operands[0]} if on_chip else {}
 
     def keep(self, aliases: Mapping[int, int] | None) -> None:
-        """Results stay; none of a body takes memory, and none that takes an argument's place.
+        """Results stay; none of a body takes memory, and few that take an argument's place.
 
         Args:
             aliases: From results to the arguments whose place they take; None for a body.
         """
-        for position, buffer in enumerate(b.place for b in self._root):
+        for position, buffer in enumerate(self._root):
             buffer.kept = True
-            argument = None if aliases is None else aliases.get(position)
             if aliases is None:
                 buffer.bytes = 0
-            elif argument is not None and buffer.maker >= 0:
-                readers = self._parameters[argument][0].users
-                if all(reader <= buffer.maker for reader in readers):
-                    buffer.bytes = 0
-                    self._predecessors[buffer.maker].update(set(readers) - {buffer.maker})
+            elif position in aliases and buffer.maker > _ARGUMENTS:
+                self._replace(self._parameters[aliases[position]][0], buffer)
+
+    def _replace(self, argument: _Buffer, result: _Buffer) -> None:
+        """Put a result into an argument's place, if nothing reads the argument afterwards.
+
+        Unless it is made by a reader of the argument, there is room in that place until it comes.
+        """
+        maker, readers = result.maker, set(argument.users)
+        if any(reader > maker for reader in readers):
+            return
+        self._predecessors[maker].update(readers - {maker})
+        if maker in readers:
+            result.bytes = 0
+        else:
+            argument.bytes = result.bytes
+            self._buffers.append(argument)
 
     def overwrite(self) -> None:
-        """Put results into buffers of operands that nothing reads afterwards.
+        """Put what is no result into buffers of operands that nothing reads afterwards.
 
         Other readers of those then have to come before in any order.
         """
-        results = {id(b) for b in self._root}
         for result, operands in self._candidates:
             index = result.maker
-            for buffer in (b.place for b in operands if id(b) not in results):
-                fits = buffer.maker >= 0 and buffer.bytes == result.bytes > 0
-                if fits and max(buffer.users) == index:
+            for buffer in (b.place for b in operands if not result.kept):
+                fits = buffer.maker > _ARGUMENTS and buffer.bytes == result.bytes > 0
+                if fits and not buffer.kept and max(buffer.users) == index:
                     self._predecessors[index].update(set(buffer.users) - {index})
                     buffer.users |= result.users
                     result.into = buffer
@@ -243,11 +283,32 @@ def _kind(array: Array) -> str:
     return format_array(array.dtype, array.dims)
 
 
-def _is_elementwise(instruction: Instruction) -> bool:
-    """Whether an instruction may write over an operand that dies."""
-    if instruction.opcode == "fusion":
-        return instruction.attribute("kind") == "kLoop"
-    return instruction.opcode in _ELEMENTWISE
+def _parts(fusion: Computation) -> list[Instruction]:
+    """The results of a fusion."""
+    return fusion.operands(fusion.root) if fusion.root.opcode == "tuple" else [fusion.root]
+
+
+def _read_in_step(fusion: Computation, result: Instruction) -> list[int]:
+    """Parameters of a fusion of which it reads no element after it has written that of a result.
+
+    They lead to that result alone, and to reductions, by what works element by element.
+    """
+    return [n for n, p in fusion.parameters.items() if _leads_to(fusion, p, result)]
+
+
+def _leads_to(fusion: Computation, parameter: Instruction, result: Instruction) -> bool:
+    todo, seen = [parameter.name], {parameter.name}
+    while todo:
+        name = todo.pop()
+        if name == result.name:
+            continue
+        for user, _ in fusion.users[name]:
+            if user.opcode not in _IN_STEP:
+                return False
+            if user.opcode != "reduce" and user.name not in seen:
+                seen.add(user.name)
+                todo.append(user.name)
+    return result.name in seen
 
 
 def _part(shape: Shape, index: int, whole: list[_Buffer]) -> list[_Buffer]:
