@@ -27,8 +27,6 @@ MODELS = {
     "mlp, 1 layer": dataclasses.replace(MLP, layers=1),
     "unet, 1 level": dataclasses.replace(find("unet").small(), levels=1),
     "mlp, 2 layers": dataclasses.replace(MLP, layers=2),
-    "unet, 2 levels": dataclasses.replace(find("unet").small(), levels=2),
-    "gpt2, 1 layer": dataclasses.replace(find("gpt2").small(), layers=1),
 }
 OPTIMIZERS: dict[str, Any] = {"SGD": optax.sgd, "Adam": optax.adam}
 REPEATS = 5
