@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks import (
     budgets,
+    compiled_order,
     device,
     hand_policies,
     max_batch,
@@ -27,6 +28,7 @@ from benchmarks import (
     rok,
     savings,
     simulation,
+    small_order,
     steps,
     throttled,
     unmarked,
@@ -38,7 +40,7 @@ from tests.versions import fails_in_jax_0_10_with_remat3
 
 SCRIPTS = [
     *(budgets, device, dropout, hand_policies, max_batch, offload, per_layer, savings, simulation),
-    *(resident, rok, throttled, unmarked),
+    *(compiled_order, resident, rok, small_order, throttled, unmarked),
 ]
 STEP = {"step": "tiny", "target": "cpu"}
 
@@ -284,6 +286,30 @@ def test_resident_memory_is_that_beyond_the_framework():
         for way, peak in peaks.items()
     ]
     assert resident.cells(rows[2], rows)[2:5] == ["700", "400", "60.0%"]
+
+
+def test_order_of_a_compiled_step(tmp_path):
+    job = {"model": "tiny", "batch": 8, "target": "cpu"}
+    rows = [{**job, **compiled_order.row(**job, directory=tmp_path)} for _ in range(2)]
+    first, again = ({**r, "order_seconds": 0} for r in rows)
+    assert first == again, "read from what was kept"
+    assert first["bound"] <= first["peak"] <= first["xla_peak"]
+    refused = {**job, "step_peak": 1, "refused": True}
+    table = compiled_order.markdown([*rows, refused])
+    assert "refused" in table
+    assert "cpu: the best order found keeps" in table
+
+
+def test_small_steps_in_order():
+    job = {"model": "mlp, 1 layer", "optimizer": "SGD"}
+    r = {**job, **small_order.row(**job, limit=1)}
+    assert r["bound"] <= r["peak"] <= r["program_peak"]
+    assert r["peak"] <= (r["ilp"]["peak"] or r["peak"])
+    none = {**r, "ilp": {**r["ilp"], "optimal": False}}
+    proven = {**r, "ilp": {**r["ilp"], "optimal": True, "peak": r["peak"]}}
+    assert "proven least in 1 of 2, jdelta's peak equal in 1" in small_order.markdown(
+        [none, proven]
+    )
 
 
 def test_device_measures_rates():
