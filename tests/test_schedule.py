@@ -297,6 +297,14 @@ ENTRY %main (w: f32[1024], v: f32[1024]) -> f32[1024] {
 """
 
 
+def test_a_result_is_written_over_a_temporary_in_its_place():
+    done = ('custom-call(%b), custom_call_target="c"', "add(%b, %v)")
+    problem, sizes, given = problem_in(DONATED, done=done)
+    assert given == 4096
+    assert sizes == {"arguments": 4096, "a": 2 * 4096, "b": 4096}
+    assert [t.kept for t in problem.tensors if t.maker == 2] == [True]
+
+
 def test_a_donated_argument_leaves_room_until_its_result_comes():
     problem, _, given = problem_in(DONATED)
     assert given == 4096
@@ -327,10 +335,14 @@ def test_what_moves_to_the_chip_is_counted_once():
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("target", ["cuda:h100", "tpu:v5e:2x2"])
-def test_xla_allocates_what_its_own_order_needs(target):
+@pytest.mark.parametrize(
+    ("target", "layers", "batch"),
+    [("cuda:h100", 4, 16384), ("cuda:h100", 12, 64), ("tpu:v5e:2x2", 4, 16384)],
+)
+def test_xla_allocates_what_its_own_order_needs(target, layers, batch):
+    """With few rows temporaries lie in the places of weights, and weights on their gradients."""
     pytest.importorskip("jax_plugins.xla_cuda13" if "cuda" in target else "libtpu")
-    step, state, data = mlp(4, 512, 16384, optax.adam(1e-3))
+    step, state, data = mlp(layers, 512, batch, optax.adam(1e-3))
     where = jdelta._target.resolve(target)
     args = where.abstract((state, data))
     lowered = jax.jit(step, donate_argnums=0).trace(*args)

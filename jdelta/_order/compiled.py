@@ -26,7 +26,7 @@ _ELEMENTWISE = frozenset(
     "abs add and compare convert cosine divide exponential log maximum minimum multiply negate not"
     " or power rsqrt select sine sqrt subtract tanh xor".split()
 )
-_IN_STEP = _ELEMENTWISE | {"bitcast", "reduce"}
+_IN_STEP = _ELEMENTWISE | {"bitcast", "reduce", "tuple"}
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
 _ARGUMENTS = 0
@@ -58,7 +58,17 @@ def _problem(
 
 @dataclass
 class _Buffer:
-    """A buffer of the program; one that is given is not counted."""
+    """A buffer of the program; one that is given is not counted.
+
+    Attributes:
+        bytes: Its size.
+        maker: The operator that makes it.
+        kind: Its type and shape.
+        users: Operators that read it.
+        kept: Whether it stays to the end.
+        into: The buffer that it is written over.
+        after: Operators whose reading frees its place: that of an argument.
+    """
 
     bytes: int
     maker: int
@@ -66,6 +76,7 @@ class _Buffer:
     users: dict[int, None] = field(default_factory=dict[int, None])
     kept: bool = False
     into: _Buffer | None = None
+    after: frozenset[int] = frozenset()
 
     @property
     def place(self) -> _Buffer:
@@ -246,23 +257,27 @@ class _Builder:
         if maker in readers:
             result.bytes = 0
         else:
-            argument.bytes = result.bytes
+            argument.bytes, result.after = result.bytes, frozenset(readers)
             self._buffers.append(argument)
 
     def overwrite(self) -> None:
-        """Put what is no result into buffers of operands that nothing reads afterwards.
+        """Put what is made into buffers of operands that nothing reads afterwards.
 
         Other readers of those then have to come before in any order.
         """
         for result, operands in self._candidates:
-            index = result.maker
-            for buffer in (b.place for b in operands if not result.kept):
-                fits = buffer.maker > _ARGUMENTS and buffer.bytes == result.bytes > 0
-                if fits and not buffer.kept and max(buffer.users) == index:
-                    self._predecessors[index].update(set(buffer.users) - {index})
-                    buffer.users |= result.users
-                    result.into = buffer
-                    break
+            buffer = next((b.place for b in operands if self._dies(b.place, result)), None)
+            if buffer:
+                self._predecessors[result.maker].update(set(buffer.users) - {result.maker})
+                self._predecessors[buffer.maker].update(result.after)
+                buffer.users |= result.users
+                buffer.kept, result.into = result.kept, buffer
+
+    def _dies(self, buffer: _Buffer, result: _Buffer) -> bool:
+        """Whether a buffer is not needed once a result is made, and fits in the result's place."""
+        fits = buffer.bytes == result.bytes > 0 and not buffer.kept
+        free = buffer.maker > max(result.after, default=_ARGUMENTS)
+        return fits and free and max(buffer.users) == result.maker
 
     @property
     def _root(self) -> list[_Buffer]:
@@ -291,7 +306,7 @@ def _parts(fusion: Computation) -> list[Instruction]:
 def _read_in_step(fusion: Computation, result: Instruction) -> list[int]:
     """Parameters of a fusion of which it reads no element after it has written that of a result.
 
-    They lead to that result alone, and to reductions, by what works element by element.
+    They lead to that result, to others and to reductions by what works element by element.
     """
     return [n for n, p in fusion.parameters.items() if _leads_to(fusion, p, result)]
 
@@ -300,12 +315,10 @@ def _leads_to(fusion: Computation, parameter: Instruction, result: Instruction) 
     todo, seen = [parameter.name], {parameter.name}
     while todo:
         name = todo.pop()
-        if name == result.name:
-            continue
         for user, _ in fusion.users[name]:
             if user.opcode not in _IN_STEP:
                 return False
-            if user.opcode != "reduce" and user.name not in seen:
+            if user.opcode not in {"reduce", "tuple"} and user.name not in seen:
                 seen.add(user.name)
                 todo.append(user.name)
     return result.name in seen
