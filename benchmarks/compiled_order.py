@@ -32,6 +32,7 @@ HEADS = [
     "operators",
     "XLA allocates",
     "alive in XLA's order",
+    "allocated / alive",
     "in the best",
     "in any",
     "gain",
@@ -95,7 +96,9 @@ def cells(r: Row) -> list[str]:
     return [
         *names,
         str(r["operators"]),
-        *(mib(r[name]) for name in ("allocated", "xla_peak", "peak", "bound")),
+        *(mib(r[name]) for name in ("allocated", "xla_peak")),
+        f"{r['allocated'] / r['xla_peak']:.2f}",
+        *(mib(r[name]) for name in ("peak", "bound")),
         share(r["xla_peak"] - r["peak"], r["xla_peak"]),
         share(could, r["xla_peak"]),
         share(could, r["step_peak"]),

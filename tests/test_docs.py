@@ -94,8 +94,8 @@ def test_scripts_that_pages_name_exist(page):
 
 
 SAME_NAME = (
-    *("hand_policies", "max_batch", "offload", "order", "per_layer", "resident", "rok"),
-    *("savings", "sharded", "simulation", "small_order", "throttled", "unmarked", "updates"),
+    *("compiled_order", "hand_policies", "max_batch", "offload", "order", "per_layer", "resident"),
+    *("rok", "savings", "sharded", "simulation", "small_order", "throttled", "unmarked", "updates"),
 )
 TABLES = {
     "budgets-cuda-h100": "budgets",
