@@ -20,7 +20,7 @@ import jax
 import optax
 
 from benchmarks import comparators, record
-from benchmarks.models import find, identity
+from benchmarks.models import Case, find, identity
 from benchmarks.record import Row, mib
 from jdelta._fusion import Compiler
 from jdelta._graph import graph_of
@@ -60,8 +60,12 @@ def adam_step(model: str, batch: int, layers: int = 1) -> Step:
 
 
 def step_of(config: Any, optimizer: optax.GradientTransformation) -> Step:
+    """A step of a model, with nothing marked in it."""
+    return training(config.case("step", identity), optimizer)
+
+
+def training(case: Case, optimizer: optax.GradientTransformation) -> Step:
     """A step without clipping, and shapes of its arguments: what is trained, then the rest."""
-    case = config.case("step", identity)
 
     def step(trained, rest):
         params, opt = trained

@@ -14,6 +14,7 @@ import optax
 
 from benchmarks import record
 from benchmarks.models import build, checkpoint
+from benchmarks.order import training
 from benchmarks.record import Row, mib, share
 from jdelta._emit import Step, emit
 from jdelta._measure import measure
@@ -46,17 +47,9 @@ HEADS = [
 def row(step: str, target: str) -> Row:
     """Compiles one step both ways."""
     case = build(step, remat=checkpoint(step, prevent_cse=False), scan=True, **STEPS[step])
-    optimizer = optax.adam(1e-3)
-
-    def train(state, rest):
-        params, opt = state
-        loss, grads = case.grads(rest[0]._replace(params=params), rest[1])
-        updates, opt = optimizer.update(grads, opt, params)
-        return (optax.apply_updates(params, updates), opt), loss
-
+    train, args = training(case, optax.adam(1e-3))
     where = resolve(target)
-    state = case.state.params, jax.eval_shape(optimizer.init, case.state.params)
-    args = where.abstract((state, (case.state._replace(params=(), opt=()), case.batch)))
+    args = where.abstract(args)
     figures: Row = {}
     for way in (False, True):
         made = emit(Step(train, args, (0,), where, {}, updates_in_loops=way), None)
