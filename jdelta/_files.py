@@ -3,8 +3,8 @@
 TBA (arXiv 2408.10013) spills no parameters, inputs and small tensors, which are no residuals or
 refused here, and nothing that is read at once. Its *adaptive offloading* walks the scopes of the
 forward pass and keeps everything from the first one on whose tensors could not be written and read
-back in time. Here that is a price and no bound, since a budget may leave no choice: what is spilled
-from that scope on costs its transfers in full.
+back in time, or for which the pool is too small. Here that is a price and no bound, since a budget
+may leave no choice: what is spilled from that scope on costs its transfers in full.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Scope:
     seconds: float
 
 
-def hidden_scopes(scopes: Sequence[Scope], bandwidth: float) -> int:
+def hidden_scopes(scopes: Sequence[Scope], bandwidth: float, pool: float) -> int:
     """How many scopes, from the first one on, can be spilled for nothing (TBA, section 3.4).
 
     Everything from the first scope ``n`` on is kept for which::
@@ -45,17 +45,23 @@ def hidden_scopes(scopes: Sequence[Scope], bandwidth: float) -> int:
     The whole takes three times the forward pass; the backward passes of the scopes before ``n``
     come after that of ``n`` itself, which has to be written and read by then.
 
+    TBA has memory for whatever is on its way. Here the pool is bounded, so everything is kept, too,
+    from the first scope on that would wait for it: when the scope ends, the pool has to hold what
+    the directory has not taken yet, and ahead of its backward pass, what has been read for that.
+
     Args:
         scopes: The scopes in the order of the forward pass.
         bandwidth: Bytes per second, the lower one of writing and reading.
+        pool: Bytes of memory for values on their way.
     """
     forward = sum(scope.seconds for scope in scopes)
     written = passed = 0.0
     for number, scope in enumerate(scopes):
-        if written + 2 * scope.bytes > bandwidth * (3 * forward - 2 * passed):
-            return number
+        late = written + 2 * scope.bytes > bandwidth * (3 * forward - 2 * passed)
         written += scope.bytes
         passed += scope.seconds
+        if late or scope.bytes > pool or written - bandwidth * passed > pool:
+            return number
     return len(scopes)
 
 
@@ -76,7 +82,7 @@ def to_files(spill: Spill, rates: SpillRates, residuals: Sequence[Residual], tar
         return _refusal(r, spill.least_bytes, last)
 
     scopes = list(_scopes(residuals, [r.needed and refusal(r) is None for r in residuals]))
-    hidden = hidden_scopes(scopes, min(rates.write, rates.read))
+    hidden = hidden_scopes(scopes, min(rates.write, rates.read), spill.pool_bytes)
     late = {scope.region for scope in scopes[hidden:]}
     return Way(
         Decision.SPILL,

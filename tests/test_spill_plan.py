@@ -68,14 +68,23 @@ def test_hidden_scopes_are_those_of_the_paper(bandwidth):
     even = [Scope(f"{i}", 64e6, 0.02) for i in range(24)]
     uneven = [Scope(f"{i}", 1e6 * (i % 7) ** 2, 0.005 * (1 + i % 3)) for i in range(24)]
     for scopes in (even, uneven):
-        assert hidden_scopes(scopes, bandwidth) == rule(scopes, bandwidth)
+        assert hidden_scopes(scopes, bandwidth, math.inf) == rule(scopes, bandwidth)
 
 
 def test_hidden_scopes_by_hand():
     scopes = [Scope(f"{i}", 100.0, 1.0) for i in range(4)]
     # 100 n + 200 bytes within 12 - 2 n seconds: 200 / 12, 300 / 10, 400 / 8, 500 / 6.
-    found = [hidden_scopes(scopes, rate) for rate in (16, 17, 29, 31, 49, 51, 83, 84)]
+    found = [hidden_scopes(scopes, rate, math.inf) for rate in (16, 17, 29, 31, 49, 51, 83, 84)]
     assert found == [0, 1, 1, 2, 2, 3, 3, 4]
+
+
+def test_hidden_scopes_leave_room_in_the_pool():
+    scopes = [Scope(f"{i}", 100.0, 1.0) for i in range(4)]
+    # At 84 bytes a second 16 are left of each scope, and the pool has to hold a whole one.
+    assert [hidden_scopes(scopes, 84, pool) for pool in (99, 100)] == [0, 4]
+    # At 51 bytes a second 49, 98 and 147 are left of the three that the rule allows.
+    found = [hidden_scopes(scopes, 51, pool) for pool in (99, 100, 146, 147, 1000)]
+    assert found == [0, 2, 2, 3, 3]
 
 
 def test_what_is_not_spilled(tmp_path):
