@@ -3,9 +3,8 @@
 An unrolled GPT on this machine's CPU keeps everything, and in the next step spills the scopes that
 the rule allows (arXiv 2408.10013, section 3.4), in turns, so that what else runs on the machine
 slows both. The devices keep in memory what they are given and sleep as long as one of 1, 2 or 4
-GB/s would take; *memory* does not sleep, *disk* is a directory. The rule takes for granted that
-there is memory for what a device has not taken yet when the forward pass ends: the pool has it, but
-for a *small pool*, for which the forward pass waits.
+GB/s would take; *memory* does not sleep, *disk* is a directory. TBA has memory for what a device
+has not taken yet; the pool has it here, and the rule stops, too, where a *small pool* has not.
 
 *rule* is how many scopes the plan spills by the rate that it measures, *formula* the paper's once
 more with the nominal rate, *timed* the same with forward times measured here, not predicted;
@@ -39,13 +38,12 @@ from jdelta._target import resolve
 
 SHAPE = {"vocab": 1024, "length": 256, "dtype": jnp.float32, "scan": False}
 STEPS = {
-    "wider": {"layers": 3, "width": 2048, "heads": 16, "batch": 2},
     "wide": {"layers": 4, "width": 1024, "heads": 8, "batch": 4},
     "narrow": {"layers": 6, "width": 256, "heads": 4, "batch": 8},
 }
 DEVICES = {
     **{f"{rate} GB/s": {"adapter": "memory", "rate": rate * 1e9} for rate in (1, 2, 4)},
-    "1 GB/s, small pool": {"adapter": "memory", "rate": 1e9, "pool": "64MiB"},
+    "1 GB/s, small pool": {"adapter": "memory", "rate": 1e9, "pool": "128MiB"},
     "memory": {"adapter": "memory"},
     "disk": {},
 }
