@@ -26,7 +26,7 @@ class Drift:
     """The durations of a planned step, and what they say about its directory.
 
     TBA measures bandwidth and adapts what it offloads while it runs. A compiled step cannot, so
-    that the user is told to plan again.
+    that the user is told to plan again; the next plan goes by the rates measured here.
     """
 
     def __init__(self, spill: Spill, planned: SpillRates):
@@ -53,7 +53,7 @@ class Drift:
             self._measure()
 
     def _measure(self) -> None:
-        rates, planned = measure_rates.__wrapped__(self._spill), self._planned
+        rates, planned = measure_rates(self._spill, again=True), self._planned
         if rates.write >= LOST * planned.write and rates.read >= LOST * planned.read:
             return
         self._warned = True

@@ -368,6 +368,9 @@ def test_rates_are_those_of_the_device(checksum):
     assert 0.3 * 40e6 < rates.write < 1.1 * 40e6
     assert 0.3 * 20e6 < rates.read < 1.1 * 20e6
     assert measure_rates(spill) is rates
+    later = measure_rates(spill, again=True)
+    assert later is not rates
+    assert measure_rates(spill) is later
 
 
 def test_rates_of_a_directory(tmp_path):

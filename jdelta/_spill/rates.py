@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,13 +37,26 @@ class SpillRates:
     read: float
 
 
-@functools.cache
-def measure_rates(spill: Spill) -> SpillRates:
+_known: dict[Spill, SpillRates] = {}
+"""What was measured last."""
+
+
+def measure_rates(spill: Spill, *, again: bool = False) -> SpillRates:
     """Writes and reads some tensors as a step does; takes less than a second, once per process.
+
+    Args:
+        spill: The directory.
+        again: Whether to measure although it is known, for all who ask later.
 
     Raises:
         SpillError: The directory cannot be used, or fails.
     """
+    if again or spill not in _known:
+        _known[spill] = _measured(spill)
+    return _known[spill]
+
+
+def _measured(spill: Spill) -> SpillRates:
     limit = MOST * TENSOR if spill.limit_bytes is None else spill.limit_bytes
     store = Store(replace(spill, pool=4 * TENSOR))
     try:
