@@ -29,6 +29,7 @@ from benchmarks.record import Row, bound, mib, share
 SMALL: dict[str, dict[str, Any]] = {
     "mlp": {"name": "mlp", "batch": 32768},
     "gpt2 scanned": {"name": "gpt2", "scan": True, "batch": 8, "length": 512},
+    "gpt2 bfloat16 scanned": {**steps.STEPS["gpt2 scanned"], **steps.HALF},
     "llama scanned": {"name": "llama-160m", "scan": True},
     "resnet50": {"name": "resnet50", "batch": 64},
     "bert-base": {"name": "bert-base", "batch": 64, "length": 128},

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from jdelta._collective import gathered_bytes
-from jdelta._graph import BARRIER, Graph, Operation, Value
+from jdelta._graph import BARRIER, TRANSFER, Graph, Operation, Value
+from jdelta._jax import scan_counts
 from jdelta._primitives import CHEAP, EXPENSIVE, FREE, MATMULS, RANDOM, REDUCTIONS, VIEWS, WINDOWS
 
 _TILE = {1: (32, 128), 2: (16, 128), 4: (8, 128), 8: (8, 128)}
@@ -102,6 +103,14 @@ class Compiler:
         """Whether what is made of heavy results is computed once, too: a dropout's mask."""
         return self.platform == "cuda"
 
+    @property
+    def fuses_softmax(self) -> bool:
+        """Whether a product and the softmax of it are one: exponentials are written, not scores.
+
+        They are as narrow as the scores, unless these are masked in a wider type.
+        """
+        return self.platform == "tpu"
+
     def fuses_inputs(self, op: Operation) -> bool:
         """Whether an operation computes element-wise inputs itself; TPU: matrix products do too."""
         if op.primitive in MATMULS:
@@ -116,6 +125,20 @@ class Compiler:
         operands are copied, padded.
         """
         return gathered_bytes(graph, op) + self._padded(graph, op)
+
+    def relaid_bytes(self, op: Operation) -> int:
+        """Bytes that a loop takes beside what its body does.
+
+        TPU: what it fetches from the host for the next iteration comes as it was stored, and is
+        copied to the layout that it is read in.
+        """
+        if self.platform != "tpu" or op.primitive != "scan" or op.body is None:
+            return 0
+        _, carry = scan_counts(op.params)
+        producers, operations = op.body.producers(), op.body.operations
+        made = ((v, producers.get(v)) for v in op.body.outputs[:carry] if v is not None)
+        fetched = (v for v, i in made if i is not None and operations[i].primitive == TRANSFER)
+        return sum(self.bytes(op.body.values[v]) for v in fetched)
 
     def _padded(self, graph: Graph, op: Operation) -> int:
         if self.platform != "cuda" or op.primitive != "dot_general" or len(op.inputs) < 2:
@@ -137,7 +160,8 @@ def _waste(size: int, tile: int) -> float:
 def read_narrowly(graph: Graph) -> set[int]:
     """Values read by nothing but matrix products and conversions to bfloat16, in loops too.
 
-    A TPU's matrix products take bfloat16 at default precision. Views are looked through.
+    A TPU's matrix products take bfloat16 at default precision. Views are looked through. What a
+    loop carries stays as it is, since it is handed on.
     """
     only = set(range(len(graph.values))) - {v for v in graph.outputs if v is not None}
     for op in reversed(graph.operations):
@@ -145,9 +169,11 @@ def read_narrowly(graph: Graph) -> set[int]:
             pairs = zip(op.inputs, op.outputs, strict=False)
             only.difference_update(v for v, view in pairs if view not in only)
         elif op.primitive == "scan" and op.body is not None:
-            inside = read_narrowly(op.body)
+            consts, carry = scan_counts(op.params)
+            inside = read_narrowly(op.body) - {*op.body.inputs[consts : consts + carry]}
             pairs = zip(op.inputs, op.body.inputs, strict=True)
             only.difference_update(v for v, body_input in pairs if body_input not in inside)
+            only.difference_update(op.outputs[:carry])
         elif op.primitive not in MATMULS and not _is_narrowing(graph, op):
             only.difference_update(op.inputs)
     return only
@@ -227,6 +253,7 @@ class _Storage:
         """For each value the buffers it is read from."""
         graph, compiler = self.graph, self.compiler
         outputs = {v for v in graph.outputs if v is not None}
+        scores, exponentials = self._softmaxes(outputs)
         roots = [frozenset({i}) for i in range(len(graph.values))]
         heavy: set[int] = set()  # of what is not written: what its readers would compute again
         for op in graph.operations:
@@ -240,15 +267,55 @@ class _Storage:
             for v in op.outputs:
                 if op.primitive in VIEWS:
                     roots[v] = roots[op.inputs[0]] if op.inputs else frozenset()
-                elif op.primitive in FREE or (
-                    compiler.is_elementwise(op)
-                    and v not in outputs
-                    and self._is_fused_away(v, below, is_heavy=is_heavy)
+                elif (
+                    op.primitive in FREE
+                    or v in scores
+                    or (
+                        compiler.is_elementwise(op)
+                        and v not in outputs | exponentials
+                        and self._is_fused_away(v, below, is_heavy=is_heavy)
+                    )
                 ):
                     roots[v] = below
                 if is_heavy and v not in roots[v]:
                     heavy.add(v)
         return roots
+
+    def _softmaxes(self, outputs: Collection[int]) -> tuple[set[int], set[int]]:
+        """Products that nothing but a softmax reads, and wider exponentials made of them."""
+        scores, exponentials = set[int](), set[int]()
+        if self.compiler.fuses_softmax:
+            for op in self.graph.operations:
+                if op.primitive in MATMULS:
+                    made = self._exponential(op.outputs[0], outputs)
+                    if made is not None:
+                        scores.add(op.outputs[0])
+                        exponentials.add(made)
+        return scores, exponentials
+
+    def _exponential(self, product: int, outputs: Collection[int]) -> int | None:
+        """The wider exponential of a product that is masked; None if it is read otherwise."""
+        size = self.graph.values[product].bytes
+        made, todo, met = set[int](), [product], set[str]()
+        while todo:
+            value = todo.pop()
+            for reader in self.readers[value]:
+                result = reader.outputs[0]
+                if reader.primitive == "exp":
+                    made.add(result)
+                elif self.compiler.is_elementwise(reader):
+                    todo.append(result)
+                    if self.graph.values[result].bytes > size:
+                        met.add(reader.primitive)
+                elif reader.primitive != "reduce_max":
+                    return None
+            if value in outputs:
+                return None
+        if len(made) != 1 or "select_n" not in met:
+            return None
+        (exponential,) = made
+        readers = {reader.primitive for reader in self.readers[exponential]}
+        return exponential if "reduce_sum" in readers and len(readers) > 1 else None
 
     def _is_fused_away(self, value: int, below: frozenset[int], *, is_heavy: bool) -> bool:
         """Whether XLA would compute the value inside its readers instead of writing it out."""

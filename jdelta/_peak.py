@@ -73,6 +73,7 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
         over = dying & Counter(sizes[v] for v in made)  # buffers of one size
         shared = sum(over.elements()) if overwrites(op, compiler) else 0
         inside = timeline(op.body, compiler).peak if op.body else compiler.workspace(graph, op)
+        inside += compiler.relaid_bytes(op)
         now += changes[index]
         live.append(now + new - shared + inside)
         now += new - sum(sizes[v] for v in ends[index])

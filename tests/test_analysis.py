@@ -142,12 +142,61 @@ def test_what_a_tpu_does_inside_matrix_products():
         (facts.activation(exact=False), set(), {"mul", "add_any"}),
         (facts.activation(exact=True), set(), {"erfc", "mul", "add_any"}),
         (facts.dropout(), set(), {"lt", "select_n", "mul"}),
+        (facts.attention(masked=False), {"convert_element_type"}, {"convert_element_type"}),
+        (facts.attention(masked=True), {"exp", "convert_element_type"}, {"convert_element_type"}),
     ],
 )
 def test_which_element_wise_values_are_written(program, tpu, cuda):
     """What the compilers say of the same programs: ``python -m benchmarks.xla.storage``."""
     for platform, expected in (("tpu", tpu), ("cuda", cuda)):
-        assert set(written(program, platform)) - {"dot_general"} == expected
+        rows = {"dot_general", "reduce_max", "reduce_sum"}
+        assert set(written(program, platform)) - rows == expected
+
+
+def test_scores_are_written_only_if_something_else_than_a_softmax_reads_them():
+    def scores_and(more):
+        def program(q, k):
+            scores = (q @ k.T).astype(jnp.float32)
+            masked = jnp.where(jnp.tril(jnp.ones(scores.shape, bool)), scores, -1e30)
+            return jax.nn.softmax(masked).astype(q.dtype) @ k, more(scores, masked)
+
+        return program, (jax.ShapeDtypeStruct((128, 128), jnp.bfloat16),) * 2
+
+    def products(more):
+        return written(scores_and(more), "tpu")["dot_general"]
+
+    assert products(lambda scores, masked: 0) == 0
+    assert products(lambda scores, masked: masked) == 1
+    assert products(lambda scores, masked: jnp.sum(scores)) == 1
+    assert products(lambda scores, masked: jnp.exp(scores).max()) == 1
+
+
+def test_what_a_tpu_loop_fetches_for_the_next_iteration_is_copied_and_stays_as_wide_as_it_was():
+    weights = jax.ShapeDtypeStruct((6, 128, 128), jnp.float32)
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    size = 128 * 128 * 4
+
+    def loop(fetch):
+        def program(weights, x):
+            stack = jax.device_put(weights, jax.memory.Space.Host) if fetch else weights
+
+            def body(state, row):
+                ready, y = state
+                coming = jax.lax.dynamic_index_in_dim(stack, row, keepdims=False)
+                coming = jax.device_put(coming, jax.memory.Space.Device) if fetch else coming
+                return (coming, y @ ready), None
+
+            return jax.lax.scan(body, (x, x), jnp.arange(6))[0][1]
+
+        return program
+
+    near, away = (graph(loop(fetch), weights, x) for fetch in (False, True))
+    (scan,) = (op for op in near.operations if op.primitive == "scan")
+    assert Compiler("tpu").relaid_bytes(scan) == 0
+    (scan,) = (op for op in away.operations if op.primitive == "scan")
+    assert Compiler("tpu").relaid_bytes(scan) == size
+    assert Compiler("cuda").relaid_bytes(scan) == 0
+    assert stored_sizes(away, Compiler("tpu"))[scan.outputs[0]] == size
 
 
 @pytest.mark.parametrize(("platform", "sums"), [("tpu", 3), ("cuda", 7)])

@@ -125,6 +125,21 @@ def dropout() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return jax.grad(loss, argnums=(0, 1)), (jax.ShapeDtypeStruct((4096, 4096), F32),) * 3
 
 
+def attention(masked: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The gradient of bfloat16 attention with its softmax in float32, a mask before it or not."""
+
+    def loss(q, k, v):
+        scores = jnp.einsum("hqd,hkd->hqk", q, k).astype(F32)
+        if masked:
+            scores = jnp.where(jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -1e30)
+        weights = jax.nn.softmax(scores).astype(jnp.bfloat16)
+        out = jnp.einsum("hqk,hkd->hqd", weights, v)
+        return jnp.mean(out.astype(F32) ** 2)
+
+    shape = jax.ShapeDtypeStruct((96, 1024, 64), jnp.bfloat16)
+    return jax.grad(loss, argnums=(0, 1, 2)), (shape,) * 3
+
+
 def residual_layers(layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The gradient of layers that add to what comes in; the products are kept too."""
 
@@ -170,6 +185,8 @@ PROGRAMS = {
     "gradient through a 64 MiB GELU by tanh": activation(exact=False),
     "gradient through a 64 MiB GELU by erfc": activation(exact=True),
     "gradient through 64 MiB with dropout": dropout(),
+    "gradient through 192 MiB scores, softmax in float32": attention(masked=False),
+    "gradient through 192 MiB scores, masked in float32": attention(masked=True),
     "gradient of 4 layers that add 64 MiB": residual_layers(4),
     "gradient of 8 layers that add 64 MiB": residual_layers(8),
     "196 MiB images of 64 features": image(64),
