@@ -254,6 +254,7 @@ class _Storage:
         graph, compiler = self.graph, self.compiler
         outputs = {v for v in graph.outputs if v is not None}
         scores, exponentials = self._softmaxes(outputs)
+        written = outputs | exponentials
         roots = [frozenset({i}) for i in range(len(graph.values))]
         heavy: set[int] = set()  # of what is not written: what its readers would compute again
         for op in graph.operations:
@@ -272,7 +273,7 @@ class _Storage:
                     or v in scores
                     or (
                         compiler.is_elementwise(op)
-                        and v not in outputs | exponentials
+                        and v not in written
                         and self._is_fused_away(v, below, is_heavy=is_heavy)
                     )
                 ):
@@ -296,21 +297,22 @@ class _Storage:
     def _exponential(self, product: int, outputs: Collection[int]) -> int | None:
         """The wider exponential of a product that is masked; None if it is read otherwise."""
         size = self.graph.values[product].bytes
-        made, todo, met = set[int](), [product], set[str]()
+        made, met, seen, todo = set[int](), set[str](), {product}, [product]
         while todo:
             value = todo.pop()
+            if value in outputs:
+                return None
             for reader in self.readers[value]:
                 result = reader.outputs[0]
                 if reader.primitive == "exp":
                     made.add(result)
                 elif self.compiler.is_elementwise(reader):
-                    todo.append(result)
+                    todo += {result} - seen
+                    seen.add(result)
                     if self.graph.values[result].bytes > size:
                         met.add(reader.primitive)
                 elif reader.primitive != "reduce_max":
                     return None
-            if value in outputs:
-                return None
         if len(made) != 1 or "select_n" not in met:
             return None
         (exponential,) = made
