@@ -112,9 +112,14 @@ class Compiler:
         return self.platform == "tpu"
 
     def fuses_inputs(self, op: Operation) -> bool:
-        """Whether an operation computes element-wise inputs itself; TPU: matrix products do too."""
+        """Whether an operation computes element-wise inputs itself.
+
+        TPU: matrix products do too. CUDA: gathers do.
+        """
         if op.primitive in MATMULS:
             return self.platform == "tpu"
+        if op.primitive == "gather":
+            return self.platform == "cuda"
         return op.primitive in REDUCTIONS or op.primitive in FREE or self.is_elementwise(op)
 
     def workspace(self, graph: Graph, op: Operation) -> int:

@@ -142,6 +142,7 @@ def test_what_a_tpu_does_inside_matrix_products():
         (facts.activation(exact=False), set(), {"mul", "add_any"}),
         (facts.activation(exact=True), set(), {"erfc", "mul", "add_any"}),
         (facts.dropout(), set(), {"lt", "select_n", "mul"}),
+        (facts.picked(), {"convert_element_type", "select_n"}, set()),  # select_n: of indices
         (facts.attention(masked=False), {"convert_element_type"}, {"convert_element_type"}),
         (facts.attention(masked=True), {"exp", "convert_element_type"}, {"convert_element_type"}),
     ],
@@ -149,7 +150,7 @@ def test_what_a_tpu_does_inside_matrix_products():
 def test_which_element_wise_values_are_written(program, tpu, cuda):
     """What the compilers say of the same programs: ``python -m benchmarks.xla.storage``."""
     for platform, expected in (("tpu", tpu), ("cuda", cuda)):
-        rows = {"dot_general", "reduce_max", "reduce_sum"}
+        rows = {"dot_general", "gather", "reduce_max", "reduce_sum"}
         assert set(written(program, platform)) - rows == expected
 
 

@@ -79,6 +79,18 @@ def row_scatter(batched: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return jax.grad(loss, argnums=(0, 1)), (*args, jax.ShapeDtypeStruct((4096,), jnp.int32))
 
 
+def picked() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A cross-entropy of bfloat16 logits that are cast to float32 first."""
+
+    def program(w, x, labels):
+        logits = (x @ w).astype(F32)
+        ours = jnp.take_along_axis(logits, labels[:, None], axis=-1)
+        return jax.nn.logsumexp(logits, axis=-1).mean() - ours.mean()
+
+    args = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, 32768), (4096, 512)))
+    return program, (*args, jax.ShapeDtypeStruct((4096,), jnp.int32))
+
+
 def product(rows: int, contracted: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A product of float32 matrices, with few or many result tiles, over any dimension."""
 
@@ -177,6 +189,7 @@ PROGRAMS = {
     ),
     "512 MiB logits, gradient of take_along_axis": row_scatter(batched=True),
     "512 MiB logits, gradient of flat take": row_scatter(batched=False),
+    "256 MiB bfloat16 logits, cast, one of each row picked": picked(),
     "few tiles, product over 50272 = 16 · 3142": product(1024, 50272),
     "few tiles, product over 50257": product(1024, 50257),
     "many tiles, product over 50257": product(4096, 50257),
