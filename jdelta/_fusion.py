@@ -139,11 +139,7 @@ class Compiler:
         """
         if self.platform != "tpu" or op.primitive != "scan" or op.body is None:
             return 0
-        _, carry = scan_counts(op.params)
-        producers, operations = op.body.producers(), op.body.operations
-        made = ((v, producers.get(v)) for v in op.body.outputs[:carry] if v is not None)
-        fetched = (v for v, i in made if i is not None and operations[i].primitive == TRANSFER)
-        return sum(self.bytes(op.body.values[v]) for v in fetched)
+        return sum(self.bytes(op.body.values[v]) for _, v in _fetched_ahead(op, op.body))
 
     def _padded(self, graph: Graph, op: Operation) -> int:
         if self.platform != "cuda" or op.primitive != "dot_general" or len(op.inputs) < 2:
@@ -166,7 +162,7 @@ def read_narrowly(graph: Graph) -> set[int]:
     """Values read by nothing but matrix products and conversions to bfloat16, in loops too.
 
     A TPU's matrix products take bfloat16 at default precision. Views are looked through. What a
-    loop carries stays as it is, since it is handed on.
+    loop fetches from the host for its next iteration stays as it was stored.
     """
     only = set(range(len(graph.values))) - {v for v in graph.outputs if v is not None}
     for op in reversed(graph.operations):
@@ -174,14 +170,20 @@ def read_narrowly(graph: Graph) -> set[int]:
             pairs = zip(op.inputs, op.outputs, strict=False)
             only.difference_update(v for v, view in pairs if view not in only)
         elif op.primitive == "scan" and op.body is not None:
-            consts, carry = scan_counts(op.params)
-            inside = read_narrowly(op.body) - {*op.body.inputs[consts : consts + carry]}
+            inside = read_narrowly(op.body)
             pairs = zip(op.inputs, op.body.inputs, strict=True)
             only.difference_update(v for v, body_input in pairs if body_input not in inside)
-            only.difference_update(op.outputs[:carry])
+            only.difference_update(op.outputs[i] for i, _ in _fetched_ahead(op, op.body))
         elif op.primitive not in MATMULS and not _is_narrowing(graph, op):
             only.difference_update(op.inputs)
     return only
+
+
+def _fetched_ahead(loop: Operation, body: Graph) -> list[tuple[int, int]]:
+    """What an iteration fetches from the host for the next one: places in the carry, and values."""
+    _, carry = scan_counts(loop.params)
+    fetched = {v for op in body.operations if op.primitive == TRANSFER for v in op.outputs}
+    return [(i, v) for i, v in enumerate(body.outputs[:carry]) if v is not None and v in fetched]
 
 
 def of_images(graph: Graph) -> dict[int, tuple[int, int]]:
