@@ -220,11 +220,12 @@ def storage(graph: Graph, compiler: Compiler) -> list[frozenset[int]]:
     of more are written: in a chain of residual layers every second one.
     """
     readers = _readers_through_views(graph)
-    first = _Storage(graph, compiler, readers, {}).roots()
+    softmaxes = _softmaxes(graph, compiler, readers) if compiler.fuses_softmax else {}
+    first = _Storage(graph, compiler, readers, softmaxes, {}).roots()
     end = len(graph.operations)
     given = (root for v in (*graph.inputs, *graph.outputs) if v is not None for root in first[v])
     last = last_reads(graph, first) | dict.fromkeys(given, end)
-    return _Storage(graph, compiler, readers, last).roots()
+    return _Storage(graph, compiler, readers, softmaxes, last).roots()
 
 
 def last_reads(graph: Graph, roots: Sequence[frozenset[int]]) -> dict[int, int]:
@@ -248,20 +249,21 @@ class _Storage:
         graph: The program.
         compiler: What compiles it.
         readers: For each value the operations that read it, directly or through views.
+        softmaxes: From products that are not written to the exponentials that are instead.
         last: For each buffer the last operation that reads it, as far as that is known.
     """
 
     graph: Graph
     compiler: Compiler
     readers: Sequence[Sequence[Operation]]
+    softmaxes: Mapping[int, int]
     last: Mapping[int, int]
 
     def roots(self) -> list[frozenset[int]]:
         """For each value the buffers it is read from."""
         graph, compiler = self.graph, self.compiler
         outputs = {v for v in graph.outputs if v is not None}
-        scores, exponentials = self._softmaxes(outputs)
-        written = outputs | exponentials
+        written = outputs.union(self.softmaxes.values())
         roots = [frozenset({i}) for i in range(len(graph.values))]
         heavy: set[int] = set()  # of what is not written: what its readers would compute again
         for op in graph.operations:
@@ -277,7 +279,7 @@ class _Storage:
                     roots[v] = roots[op.inputs[0]] if op.inputs else frozenset()
                 elif (
                     op.primitive in FREE
-                    or v in scores
+                    or v in self.softmaxes
                     or (
                         compiler.is_elementwise(op)
                         and v not in written
@@ -288,43 +290,6 @@ class _Storage:
                 if is_heavy and v not in roots[v]:
                     heavy.add(v)
         return roots
-
-    def _softmaxes(self, outputs: Collection[int]) -> tuple[set[int], set[int]]:
-        """Products that nothing but a softmax reads, and wider exponentials made of them."""
-        scores, exponentials = set[int](), set[int]()
-        if self.compiler.fuses_softmax:
-            for op in self.graph.operations:
-                if op.primitive in MATMULS:
-                    made = self._exponential(op.outputs[0], outputs)
-                    if made is not None:
-                        scores.add(op.outputs[0])
-                        exponentials.add(made)
-        return scores, exponentials
-
-    def _exponential(self, product: int, outputs: Collection[int]) -> int | None:
-        """The wider exponential of a product that is masked; None if it is read otherwise."""
-        size = self.graph.values[product].bytes
-        made, met, seen, todo = set[int](), set[str](), {product}, [product]
-        while todo:
-            value = todo.pop()
-            if value in outputs:
-                return None
-            for reader in self.readers[value]:
-                result = reader.outputs[0]
-                if reader.primitive == "exp":
-                    made.add(result)
-                elif self.compiler.is_elementwise(reader):
-                    todo += {result} - seen
-                    seen.add(result)
-                    if self.graph.values[result].bytes > size:
-                        met.add(reader.primitive)
-                elif reader.primitive != "reduce_max":
-                    return None
-        if len(made) != 1 or "select_n" not in met:
-            return None
-        (exponential,) = made
-        readers = {reader.primitive for reader in self.readers[exponential]}
-        return exponential if "reduce_sum" in readers and len(readers) > 1 else None
 
     def _is_fused_away(self, value: int, below: frozenset[int], *, is_heavy: bool) -> bool:
         """Whether XLA would compute the value inside its readers instead of writing it out."""
@@ -358,3 +323,39 @@ def _readers_through_views(graph: Graph) -> list[list[Operation]]:
                 else:
                     seen[v].append(reader)
     return seen
+
+
+def _softmaxes(
+    graph: Graph, compiler: Compiler, readers: Sequence[Sequence[Operation]]
+) -> dict[int, int]:
+    """From products that nothing but a softmax reads to the wider exponentials made of them."""
+    outputs = {v for v in graph.outputs if v is not None}
+
+    def exponential(product: int) -> int | None:
+        """The one of a product that is masked in a wider type; None if it is read otherwise."""
+        size = graph.values[product].bytes
+        made, met, seen, todo = set[int](), set[str](), {product}, [product]
+        while todo:
+            value = todo.pop()
+            if value in outputs:
+                return None
+            for reader in readers[value]:
+                result = reader.outputs[0]
+                if reader.primitive == "exp":
+                    made.add(result)
+                elif compiler.is_elementwise(reader):
+                    todo += {result} - seen
+                    seen.add(result)
+                    if graph.values[result].bytes > size:
+                        met.add(reader.primitive)
+                elif reader.primitive != "reduce_max":
+                    return None
+        if len(made) != 1 or "select_n" not in met:
+            return None
+        (found,) = made
+        reading = {reader.primitive for reader in readers[found]}
+        return found if "reduce_sum" in reading and len(reading) > 1 else None
+
+    products = (op.outputs[0] for op in graph.operations if op.primitive in MATMULS)
+    found = ((product, exponential(product)) for product in products)
+    return {product: made for product, made in found if made is not None}
