@@ -27,7 +27,7 @@ from benchmarks.models import Case, checkpoint, find, identity
 from benchmarks.record import Row, mib
 from jdelta import plot
 from jdelta._files import to_files
-from jdelta._spill import measure_rates
+from jdelta._spill import rates_of
 from jdelta._target import resolve
 
 SHAPE = {
@@ -98,7 +98,7 @@ def _plan(made: Case, way: str, directory: str, kept: jax.stages.Compiled) -> jd
         except jdelta.BudgetError as error:
             return jdelta.plan(made.step, error.floor, *args[2:], donate_argnums=0, spill=spill)
     residuals = jdelta.plan(*args, donate_argnums=0).residuals
-    files = to_files(spill, measure_rates(spill), residuals, resolve("cpu"))
+    files = to_files(spill, rates_of(spill), residuals, resolve("cpu"))
     pin = {
         glob.escape(r.name): "spill" if files.refusal(r) is None and r.needed else "save"
         for r in residuals

@@ -33,7 +33,7 @@ from benchmarks.models import Case, find, identity
 from benchmarks.record import Row, mib
 from jdelta._files import Way, to_files
 from jdelta._residual import Residual
-from jdelta._spill import measure_rates
+from jdelta._spill import rates_of
 from jdelta._target import resolve
 
 SHAPE = {"vocab": 1024, "length": 256, "dtype": jnp.float32, "scan": False}
@@ -61,7 +61,7 @@ def case(step: str, remat: Any = identity, **options: Any) -> Case:
 def row(step: str, device: str, directory: str, repeats: int = REPEATS) -> Row:
     """Plans one step for one device, and runs both in turns."""
     spill, rate = _spill(device, directory)
-    rates = measure_rates(spill)
+    rates = rates_of(spill)
     marked = case(step, jdelta.remat)
     args = marked.step, None, marked.state, marked.batch
     residuals = jdelta.plan(*args, donate_argnums=0).residuals

@@ -6,7 +6,7 @@ import statistics
 import warnings
 
 from jdelta._format import format_bytes
-from jdelta._spill import Spill, SpillRates, measure_rates
+from jdelta._spill import Spill, SpillRates, rates_of
 
 WINDOW = 16
 """Steps of which the median duration is taken; the first of all is left out."""
@@ -53,7 +53,7 @@ class Drift:
             self._measure()
 
     def _measure(self) -> None:
-        rates, planned = measure_rates(self._spill, again=True), self._planned
+        rates, planned = rates_of(self._spill, again=True), self._planned
         if rates.write >= LOST * planned.write and rates.read >= LOST * planned.read:
             return
         self._warned = True

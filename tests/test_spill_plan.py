@@ -22,7 +22,7 @@ from jdelta._files import Scope, hidden_scopes, to_files
 from jdelta._format import format_bytes
 from jdelta._items import items_of
 from jdelta._naming import RegionName
-from jdelta._spill import SpillRates, measure_rates, write
+from jdelta._spill import SpillRates, rates_of, write
 from jdelta._target import resolve
 from jdelta._trace import trace
 from tests.frameworks import FORMS, LAYERS, STEPS
@@ -501,7 +501,7 @@ def test_endurance(spill):
 def drifting(monkeypatch, spill, rates, durations):
     """Warnings of a directory that is measured at these rates when steps take so long."""
     drift = Drift(spill, RATES)
-    monkeypatch.setattr("jdelta._spill.rates._measured", lambda _: rates)
+    monkeypatch.setattr("jdelta._spill.rates._measure", lambda _: rates)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for seconds in durations:
@@ -514,7 +514,7 @@ def test_a_directory_that_becomes_slow(monkeypatch, spill):
     (message,) = drifting(monkeypatch, spill, slow, steps)
     assert f"{spill.path} takes 476.8 MiB/s and gives 1.86 GiB/s by now" in message
     assert "plan again" in message
-    assert measure_rates(spill) is slow  # what the next plan goes by
+    assert rates_of(spill) is slow  # what the next plan goes by
     assert drifting(monkeypatch, spill, RATES, steps) == []  # something else is slow
     assert drifting(monkeypatch, spill, slow, [0.1] * 80) == []
 

@@ -22,7 +22,7 @@ from jdelta._spill import SpillRates, rates
 
 address, process, *measured = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(process))
-rates.measure_rates = lambda _: SpillRates(*map(float, measured))
+rates.rates_of = lambda _: SpillRates(*map(float, measured))
 
 mesh = Mesh(jax.devices(), "data")
 cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
@@ -100,7 +100,7 @@ def of_two(monkeypatch, here, there):
 
     asked = []
     monkeypatch.setattr(rates.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(rates, "measure_rates", measured)
+    monkeypatch.setattr(rates, "rates_of", measured)
     monkeypatch.setattr(rates, "_least", least)
     try:
         return agreed_rates(Spill("")), asked

@@ -26,7 +26,7 @@ from spilling import (
 )
 
 from jdelta import SpillError
-from jdelta._spill import Spill, measure_rates, read, write
+from jdelta._spill import Spill, rates_of, read, write
 from jdelta._spill.library import Key, library
 
 TOKEN = jax.ShapeDtypeStruct((), jnp.int32)
@@ -364,17 +364,17 @@ def test_sums_see_what_changes_places():
 def test_rates_are_those_of_the_device(checksum):
     # So slow that sleeping is nearly all of it, on a busy machine too.
     spill = Spill("", adapter="memory", write_rate=40e6, read_rate=20e6, checksum=checksum)
-    rates = measure_rates(spill)
+    rates = rates_of(spill)
     assert 0.3 * 40e6 < rates.write < 1.1 * 40e6
     assert 0.3 * 20e6 < rates.read < 1.1 * 20e6
-    assert measure_rates(spill) is rates
-    later = measure_rates(spill, again=True)
+    assert rates_of(spill) is rates
+    later = rates_of(spill, again=True)
     assert later is not rates
-    assert measure_rates(spill) is later
+    assert rates_of(spill) is later
 
 
 def test_rates_of_a_directory(tmp_path):
-    rates = measure_rates(Spill(str(tmp_path)))
+    rates = rates_of(Spill(str(tmp_path)))
     assert rates.write > 1e6
     assert rates.read > 1e6
     assert not list(tmp_path.iterdir())

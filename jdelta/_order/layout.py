@@ -32,6 +32,9 @@ LARGE = 1 / 256
 BLOCK = 32
 """Stretches of places that lives are sorted out for together."""
 
+NO_GAP = int(np.iinfo(np.int64).max)
+"""More than the size of any gap."""
+
 STARTS, PLACED = 4, 50_000
 """How often the search begins anew, and how many tensors it places in all."""
 
@@ -248,6 +251,6 @@ def _best_gap(taken: Ints, size: int) -> int:
     ends = np.maximum.accumulate(taken[1])
     starts = np.concatenate([[0], ends[:-1]])
     room = taken[0] - starts
-    room[room < size] = np.iinfo(np.int64).max
+    room[room < size] = NO_GAP
     best = int(room.argmin())
-    return int(starts[best] if room[best] < np.iinfo(np.int64).max else ends[-1])
+    return int(starts[best] if room[best] < NO_GAP else ends[-1])

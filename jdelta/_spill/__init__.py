@@ -8,6 +8,6 @@ from jdelta._spill.ops import write as write
 from jdelta._spill.options import Spill as Spill
 from jdelta._spill.rates import SpillRates as SpillRates
 from jdelta._spill.rates import agreed_rates as agreed_rates
-from jdelta._spill.rates import measure_rates as measure_rates
+from jdelta._spill.rates import rates_of as rates_of
 from jdelta._spill.store import Counters as Counters
 from jdelta._spill.store import Store as Store

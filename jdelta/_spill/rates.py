@@ -41,8 +41,10 @@ _known: dict[Spill, SpillRates] = {}
 """What was measured last."""
 
 
-def measure_rates(spill: Spill, *, again: bool = False) -> SpillRates:
-    """Writes and reads some tensors as a step does; takes less than a second, once per process.
+def rates_of(spill: Spill, *, again: bool = False) -> SpillRates:
+    """The rates of a directory, from tensors written and read as a step does.
+
+    Takes less than a second, once per process.
 
     Args:
         spill: The directory.
@@ -52,15 +54,21 @@ def measure_rates(spill: Spill, *, again: bool = False) -> SpillRates:
         SpillError: The directory cannot be used, or fails.
     """
     if again or spill not in _known:
-        _known[spill] = _measured(spill)
+        _known[spill] = _measure(spill)
     return _known[spill]
 
 
-def _measured(spill: Spill) -> SpillRates:
+def _measure(spill: Spill) -> SpillRates:
+    """Measures them, with a store of its own."""
     limit = MOST * TENSOR if spill.limit_bytes is None else spill.limit_bytes
+    data = np.arange(TENSOR, dtype=np.uint8)
     store = Store(replace(spill, pool=4 * TENSOR))
     try:
-        return _measure(store, max(1, min(MOST, limit // TENSOR)))
+        # A step writes where it has written before. The first round finds pages and parts of a file
+        # that the system has still to find memory for, which may take longer than to write them.
+        _, many = _round(store, data, max(1, min(MOST, limit // TENSOR)))
+        rates, _ = _round(store, data, many)
+        return rates
     finally:
         store.close()
 
@@ -75,9 +83,9 @@ def agreed_rates(spill: Spill) -> SpillRates:
         SpillError: The directory cannot be used, here or on another process.
     """
     if jax.process_count() == 1:
-        return measure_rates(spill)
+        return rates_of(spill)
     try:
-        rates = measure_rates(spill)
+        rates = rates_of(spill)
     except SpillError:
         _least(SpillRates(0.0, 0.0))  # so that no other process waits
         raise
@@ -94,15 +102,6 @@ def _least(rates: SpillRates) -> SpillRates:
     gather: Any = multihost_utils.process_allgather
     write, read = np.min(gather(np.array([rates.write, rates.read])), axis=0)
     return SpillRates(float(write), float(read))
-
-
-def _measure(store: Store, most: int) -> SpillRates:
-    data = np.arange(TENSOR, dtype=np.uint8)
-    # A step writes where it has written before. The first round finds pages and parts of a file
-    # that the system has still to find memory for, which may take longer than to write them.
-    _, many = _round(store, data, most)
-    rates, _ = _round(store, data, many)
-    return rates
 
 
 def _round(store: Store, data: np.ndarray[Any, Any], most: int) -> tuple[SpillRates, int]:
