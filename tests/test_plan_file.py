@@ -53,7 +53,7 @@ def recompute(_):
 
 def spill(folder):
     where = jdelta.Spill(str(folder), pool="1MiB", least="1KiB", adapter="memory")
-    pin = {"*/mlpwi": "spill"}
+    pin = {"*": "recompute", "*/mlpwi": "spill"}  # else nothing may read it
     return jdelta.plan(small.step, 1.0, *small.make_args(), spill=where, pin=pin)
 
 
