@@ -118,21 +118,18 @@ def _conversions(graph: Graph, compiler: Compiler) -> list[int]:
 
 
 def _tied(graph: Graph, roots: Sequence[frozenset[int]], compiler: Compiler) -> set[int]:
-    """Buffers that nothing is written over, since a reduction is part of what writes or reads them.
+    """Buffers that nothing is written over: on a TPU those that are reduced as they are written.
 
-    What computes several results at once has places of its own for them; so has what reads a row
-    twice, for its reduction and for what is made with that.
+    What computes several results at once has places of its own for them.
     """
+    if not compiler.reduces_as_it_writes:
+        return set()
     producers = graph.producers()
     tied: set[int] = set()
     for op in graph.operations:
         if op.primitive in REDUCTIONS:
-            read = (v for v in roots[op.inputs[0]] if v in producers)
-            by_age = sorted(read, key=producers.__getitem__)
-            if compiler.reduces_as_it_writes:
-                tied.update(by_age[-1:])
-            elif compiler.reduces_rows_as_it_reads(graph, op):
-                tied.update(by_age)
+            made = [v for v in roots[op.inputs[0]] if v in producers]
+            tied.update([max(made, key=producers.__getitem__)] if made else [])
     return tied
 
 
