@@ -171,7 +171,7 @@ def test_a_tpu_writes_nothing_over_what_it_reduces_while_it_writes_it(masked, co
     """MiB of temporaries as compiled: ``python -m benchmarks.xla.storage``."""
     fun, args = facts.attention(masked=masked)
     peak = timeline(graph(fun, *args), Compiler("tpu")).peak
-    assert peak / 2**20 == pytest.approx(compiled, rel=0.04)
+    assert peak / 2**20 == pytest.approx(compiled, rel=0.03)
 
 
 def test_scores_are_written_only_if_something_else_than_a_softmax_reads_them():
