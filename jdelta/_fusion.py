@@ -111,16 +111,6 @@ class Compiler:
         """
         return self.platform == "tpu"
 
-    @property
-    def fuses_for_less_traffic(self) -> bool:
-        """Whether several products compute what they read themselves if fewer bytes move then."""
-        return self.platform == "tpu"
-
-    @property
-    def reduces_as_it_writes(self) -> bool:
-        """Whether a value that is reduced, and written too, is so in one pass."""
-        return self.platform == "tpu"
-
     def fuses_inputs(self, op: Operation) -> bool:
         """Whether an operation computes element-wise inputs itself.
 
@@ -227,17 +217,15 @@ def storage(graph: Graph, compiler: Compiler) -> list[frozenset[int]]:
 
     A value is fused too where the two large ones that it is made from are there as long as it is
     read: then that costs no memory. How long that is follows from what is written otherwise. Sums
-    of more are written: in a chain of residual layers every second one. On a TPU products compute
-    what nothing else reads themselves, wherever that moves fewer bytes.
+    of more are written: in a chain of residual layers every second one.
     """
     readers = _readers_through_views(graph)
     softmaxes = _softmaxes(graph, compiler, readers) if compiler.fuses_softmax else {}
-    narrow = read_narrowly(graph)
-    first = _Storage(graph, compiler, readers, softmaxes, narrow, {}).roots()
+    first = _Storage(graph, compiler, readers, softmaxes, {}).roots()
     end = len(graph.operations)
     given = (root for v in (*graph.inputs, *graph.outputs) if v is not None for root in first[v])
     last = last_reads(graph, first) | dict.fromkeys(given, end)
-    return _Storage(graph, compiler, readers, softmaxes, narrow, last).roots()
+    return _Storage(graph, compiler, readers, softmaxes, last).roots()
 
 
 def last_reads(graph: Graph, roots: Sequence[frozenset[int]]) -> dict[int, int]:
@@ -262,7 +250,6 @@ class _Storage:
         compiler: What compiles it.
         readers: For each value the operations that read it, directly or through views.
         softmaxes: From products that are not written to the exponentials that are instead.
-        narrow: Values that are only read narrowly.
         last: For each buffer the last operation that reads it, as far as that is known.
     """
 
@@ -270,7 +257,6 @@ class _Storage:
     compiler: Compiler
     readers: Sequence[Sequence[Operation]]
     softmaxes: Mapping[int, int]
-    narrow: Collection[int]
     last: Mapping[int, int]
 
     def roots(self) -> list[frozenset[int]]:
@@ -316,26 +302,10 @@ class _Storage:
             return False
         sizes = self.graph.values
         large = [root for root in below if sizes[root].bytes >= sizes[value].bytes]
-        if self.compiler.fuses_for_less_traffic and self._moves_less(value, large):
-            return True
         if len(large) > _MOST_READ:
             return False
         read = self.last.get(value, math.inf)
         return len(large) <= 1 or all(self.last.get(root, -1) >= read for root in large)
-
-    def _moves_less(self, value: int, large: Sequence[int]) -> bool:
-        """Whether products that compute the value themselves move fewer bytes than if it is there.
-
-        To be there, it is written, and read by each; what it is made of is read once for that.
-        """
-        readers = self.readers[value]
-        again = (len(readers) - 1) * sum(map(self._stored_bytes, large))
-        products = all(reader.primitive in MATMULS for reader in readers)
-        return products and again < (len(readers) + 1) * self._stored_bytes(value)
-
-    def _stored_bytes(self, value: int) -> int:
-        read_narrowly = value in self.narrow
-        return self.compiler.stored_bytes(self.graph.values[value], read_narrowly=read_narrowly)
 
 
 def _readers_through_views(graph: Graph) -> list[list[Operation]]:

