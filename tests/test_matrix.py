@@ -42,7 +42,8 @@ def test_units_and_results_are_as_written(framework, scan, marks):
 )
 def test_what_is_said_to_fit_fits(framework, scan, marks):
     fits = cells(framework, scan, marks)[2]
-    assert fits == f"{matrix.large(framework, scan, marks)} on `{matrix.target(scan)}`"
+    assert matrix.large(framework, scan, marks) == "yes"
+    assert fits == f"yes on `{matrix.target(scan)}`"
 
 
 @pytest.mark.parametrize("module", [eqx.Module, hk.Module])
