@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import needs_cuda
+from compilers import fast, needs_cuda
 from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 from jax.experimental import pallas as pl
@@ -193,10 +193,6 @@ def offload_all(i, r):
 
 def mix(i, r):
     return (Decision.SAVE, Decision.RECOMPUTE, offload_all(i, r))[i % 3]
-
-
-def fast(fun):
-    return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
 
 
 CHOICES = {"saved": keep_all, "recomputed": keep_nothing, "offloaded": offload_all, "mixed": mix}

@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import fast
 
 from benchmarks import models
-
-# Optimised code is of no use to programs that run a few times.
-FAST = {"xla_backend_optimization_level": 0}
 
 COUNTS = {
     "gpt2": 124_439_808,
@@ -55,10 +53,6 @@ RECOMPUTED = [
     ("t5-large", True),
 ]
 SCANNED = ["nano", "bert-base", "vit-b", "llama", "mixtral", "t5-large"]
-
-
-def fast(function):
-    return jax.jit(function, compiler_options=FAST)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
+from compilers import fast
 from jax._src.ad_checkpoint import saved_residuals
 
 import jdelta
@@ -38,10 +39,6 @@ STEPS = {
     "vit-b": {"name": "vit-b"},
     "llama scanned": {"name": "llama", "scan": True},
 }
-
-
-def fast(fun):
-    return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache

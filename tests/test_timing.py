@@ -2,13 +2,12 @@
 
 import dataclasses
 import fnmatch
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import TARGETS, needs_cuda
+from compilers import TARGETS, fast, needs_cuda
 
 import jdelta
 from benchmarks.models import find
@@ -322,10 +321,9 @@ def test_models_train_the_same_with_everything_offloaded(model, scan, platform):
     state, batch = case.init(0)
     staged, gone = offloading(case.grads, (state, batch), ("*",))
     assert gone > 10
-    quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    run = quick(timed(staged, TARGET.rates, platform))
+    run = fast(timed(staged, TARGET.rates, platform))
     results = run(*jax.tree.leaves((state, batch)))
-    expected = jax.tree.leaves(quick(case.grads)(state, batch))
+    expected = jax.tree.leaves(fast(case.grads)(state, batch))
     largest = max(float(abs(leaf).max()) for leaf in expected)
     for value, other in zip(results, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6 * largest)
