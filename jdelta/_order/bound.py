@@ -18,7 +18,7 @@ import numpy.typing as npt
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from jdelta._order.problem import CORE, Ints, Order, Problem
+from jdelta._order.problem import CORE, Groups, Ints, Order, Problem
 
 Mask = npt.NDArray[np.bool_]
 
@@ -78,7 +78,7 @@ class _Sides:
         self.alive = self.needed & self.before[problem.makers]
 
 
-def reach(neighbours: Sequence[Sequence[int]], start: int) -> Mask:
+def reach(neighbours: Sequence[Sequence[int]] | Groups, start: int) -> Mask:
     """Which operators can be reached from one, itself included."""
     seen = np.zeros(len(neighbours), dtype=bool)
     seen[start] = True

@@ -17,6 +17,9 @@ from jdelta._order.problem import Ints
 SMALL = 1 / 1024
 """Part of the peak that small tensors may hold at once; they are stacked with less care."""
 
+ROUNDED, LONG = 64, 16
+"""Places that long lives of small tensors are rounded to, and how many times as long they are."""
+
 SHORT = (64, 256, 1024, 16)
 """Places in the order that a short life spans at most, tried in turn."""
 
@@ -31,9 +34,6 @@ LARGE = 1 / 256
 
 BLOCK = 32
 """Stretches of places that lives are sorted out for together."""
-
-NO_GAP = int(np.iinfo(np.int64).max)
-"""More than the size of any gap."""
 
 STARTS, PLACED = 4, 50_000
 """How often the search begins anew, and how many tensors it places in all."""
@@ -139,8 +139,15 @@ def _peak(sizes: Ints, first: Ints, last: Ints) -> int:
 
 
 def _stack(offsets: Ints, chosen: Ints, sizes: Ints, first: Ints, last: Ints, bottom: int) -> None:
-    """Put tensors on top of each other, each as low as what is below it allows."""
-    height = np.full(int(last.max(initial=0)) + 1, bottom, dtype=np.int64)
+    """Put tensors on top of each other, long-lived ones first, their lives rounded outwards."""
+    is_long = last[chosen] - first[chosen] >= LONG * ROUNDED
+    height = np.full(int(last.max(initial=0)) // ROUNDED + 1, bottom, dtype=np.int64)
+    _pile(offsets, chosen[is_long], sizes, first // ROUNDED, last // ROUNDED, height)
+    _pile(offsets, chosen[~is_long], sizes, first, last, height.repeat(ROUNDED))
+
+
+def _pile(offsets: Ints, chosen: Ints, sizes: Ints, first: Ints, last: Ints, height: Ints) -> None:
+    """Put each tensor as low as what is below it allows, of the height given at each place."""
     for index in chosen:
         span = slice(first[index], last[index] + 1)
         offsets[index] = height[span].max()
@@ -249,8 +256,9 @@ def _best_gap(taken: Ints, size: int) -> int:
     if not taken.size:
         return 0
     ends = np.maximum.accumulate(taken[1])
-    starts = np.concatenate([[0], ends[:-1]])
-    room = taken[0] - starts
-    room[room < size] = NO_GAP
-    best = int(room.argmin())
-    return int(starts[best] if room[best] < NO_GAP else ends[-1])
+    over = taken[0] - size
+    over[1:] -= ends[:-1]
+    best = int(over.view(np.uint64).argmin())  # as what has no sign, too little room is the most
+    if over[best] < 0:
+        return int(ends[-1])
+    return int(ends[best - 1]) if best else 0

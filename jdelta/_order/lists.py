@@ -19,7 +19,7 @@ def late(problem: Problem, order: Order) -> list[int]:
     """
     made, used, sizes = problem.made, problem.used, problem.bytes.tolist()
     rank = inverse(order)
-    waiting = [len(after) for after in problem.successors]
+    waiting = problem.successors.counts()
     alive = [t.kept for t in problem.tensors]
     placed = [False] * len(problem)
 

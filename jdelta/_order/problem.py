@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +36,30 @@ class Tensor:
     users: tuple[int, ...] = ()
     kept: bool = False
     name: str = ""
+
+
+class Groups:
+    """For each operator a few indices, all of them in one list.
+
+    A list each would be as many more objects for Python's garbage collector to look through, again
+    and again: that took a fifth of the time that ordering 160,000 operators took.
+    """
+
+    def __init__(self, operators: Ints, indices: Ints, count: int):
+        """Indices in the order given, each under its operator, of which there are ``count``."""
+        ends = np.cumsum(np.bincount(operators, minlength=count))
+        self._starts: list[int] = [0, *ends.tolist()]
+        self._indices: list[int] = indices[operators.argsort(kind="stable")].tolist()
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, operator: int) -> list[int]:
+        return self._indices[self._starts[operator] : self._starts[operator + 1]]
+
+    def counts(self) -> list[int]:
+        """For each operator how many there are."""
+        return [stop - start for start, stop in itertools.pairwise(self._starts)]
 
 
 @dataclass(frozen=True)
@@ -71,30 +96,22 @@ class Problem:
         return range(len(self))
 
     @cached_property
-    def successors(self) -> tuple[tuple[int, ...], ...]:
+    def successors(self) -> Groups:
         """For each operator those that wait for it."""
-        after: list[list[int]] = [[] for _ in self.program]
-        for index, before in enumerate(self.predecessors):
-            for p in before:
-                after[p].append(index)
-        return tuple(map(tuple, after))
+        after = np.repeat(np.arange(len(self)), [len(before) for before in self.predecessors])
+        before = np.fromiter(itertools.chain.from_iterable(self.predecessors), np.int64, len(after))
+        return Groups(before, after, len(self))
 
     @cached_property
-    def made(self) -> tuple[tuple[int, ...], ...]:
+    def made(self) -> Groups:
         """For each operator the tensors that it allocates."""
-        made: list[list[int]] = [[] for _ in self.program]
-        for index, tensor in enumerate(self.tensors):
-            made[tensor.maker].append(index)
-        return tuple(map(tuple, made))
+        return Groups(self.makers, np.arange(len(self.tensors)), len(self))
 
     @cached_property
-    def used(self) -> tuple[tuple[int, ...], ...]:
+    def used(self) -> Groups:
         """For each operator the tensors that it uses, but for those it allocates."""
-        used: list[list[int]] = [[] for _ in self.program]
-        for index, tensor in enumerate(self.tensors):
-            for user in tensor.users:
-                used[user].append(index)
-        return tuple(map(tuple, used))
+        tensors, users = self.uses
+        return Groups(users, tensors, len(self))
 
     @cached_property
     def bytes(self) -> Ints:
