@@ -154,9 +154,6 @@ def _pile(offsets: Ints, chosen: Ints, sizes: Ints, first: Ints, last: Ints, hei
         height[span] = offsets[index] + sizes[index]
 
 
-_NOTHING = np.zeros((2, 0), dtype=np.int64)
-
-
 class _Rows:
     """Tensors that are placed, by offset: first and last place in the order, offset and end."""
 
@@ -190,50 +187,54 @@ class _Memory:
     def __init__(self, places_in_stretch: int):
         self._places = places_in_stretch
         self._long = _Rows()
-        self._blocks: dict[int, tuple[Ints, Ints]] = {}
-        self._stretches: dict[int, tuple[Ints, _Rows]] = {}
+        self._blocks: dict[int, Ints] = {}
+        self._stretches: dict[int, _Rows] = {}
         self.top = 0
 
     def place_long(self, size: int, first: int, last: int) -> int:
         """The offset of the smallest gap that a tensor fits in; it is taken."""
-        return self._take(self._long.taken(first, last), size, first, last, [self._long])
+        return self._take(size, first, last, [self._long])
 
     def place_short(self, size: int, first: int, last: int) -> int:
         """The same for a short life, after all long ones."""
         numbers = range(first // self._places, last // self._places + 1)
-        met = [self._stretch(number) for number in numbers]
-        spans = [part for filled, rows in met for part in (filled, rows.taken(first, last))]
-        taken = np.concatenate(spans, axis=1)
-        taken = taken[:, taken[0].argsort()]
-        return self._take(taken, size, first, last, [rows for _, rows in met])
+        return self._take(size, first, last, [self._stretch(number) for number in numbers])
 
-    def _take(self, taken: Ints, size: int, first: int, last: int, tables: list[_Rows]) -> int:
+    def _take(self, size: int, first: int, last: int, tables: list[_Rows]) -> int:
+        taken = tables[0].taken(first, last)
+        if len(tables) > 1:
+            taken = np.concatenate([taken, *(t.taken(first, last) for t in tables[1:])], axis=1)
+            taken = taken[:, taken[0].argsort()]
         offset = _best_gap(taken, size)
         for rows in tables:
             rows.add(first, last, offset, offset + size)
         self.top = max(self.top, offset + size)
         return offset
 
-    def _stretch(self, number: int) -> tuple[Ints, _Rows]:
-        """Memory that long lives fill all through a stretch; the others there, and short ones."""
+    def _stretch(self, number: int) -> _Rows:
+        """What is alive in a stretch: long lives, and the short ones that are added."""
         if number not in self._stretches:
             block = number // BLOCK
             if block not in self._blocks:
                 rows = self._long.table[:, : self._long.count]
-                size = BLOCK * self._places
-                self._blocks[block] = _split(_NOTHING, rows, block * size, (block + 1) * size)
-            places = number * self._places, (number + 1) * self._places
-            filled, others = _split(*self._blocks[block], *places)
-            self._stretches[number] = filled, _Rows(others)
+                self._blocks[block] = _alive(rows, block, BLOCK * self._places)
+            self._stretches[number] = _Rows(_alive(self._blocks[block], number, self._places))
         return self._stretches[number]
 
 
-def _split(filled: Ints, rows: Ints, start: int, stop: int) -> tuple[Ints, Ints]:
-    """What lives fill all through some places, added to what is filled; the others alive there."""
-    through = (rows[0] <= start) & (rows[1] >= stop - 1)
-    others = (rows[0] < stop) & (rows[1] >= start) & ~through
-    spans = np.concatenate([filled, rows[2:].compress(through, axis=1)], axis=1)
-    return _merged(spans[:, spans[0].argsort()]), rows.compress(others, axis=1)
+def _alive(rows: Ints, number: int, places: int) -> Ints:
+    """What is alive in a stretch of so many places.
+
+    What is so all through it is told as the few spans of memory that it fills together.
+    """
+    start, stop = number * places, (number + 1) * places
+    alive = rows.compress((rows[0] < stop) & (rows[1] >= start), axis=1)
+    through = (alive[0] <= start) & (alive[1] >= stop - 1)
+    filled = _merged(alive[2:].compress(through, axis=1))
+    lives = np.full_like(filled, start)
+    lives[1] = stop - 1
+    alive = np.concatenate([alive.compress(~through, axis=1), np.stack([*lives, *filled])], axis=1)
+    return alive[:, alive[2].argsort()]
 
 
 def _merged(spans: Ints) -> Ints:
