@@ -110,9 +110,12 @@ def _layout(sizes: Ints, first: Ints, last: Ints, short: int) -> Ints:
     large = by_size[:small]
     memory = _Memory(short)
     is_short = last[large] - first[large] < short
-    for chosen, place in ((~is_short, memory.place_long), (is_short, memory.place_short)):
-        for index in large[chosen]:
-            offsets[index] = place(int(sizes[index]), int(first[index]), int(last[index]))
+    for chosen, place in (
+        (large[~is_short], memory.place_long),
+        (large[is_short], memory.place_short),
+    ):
+        tensors = (values[chosen].tolist() for values in (sizes, first, last))
+        offsets[chosen] = list(map(place, *tensors))
     _stack(offsets, by_size[small:], sizes, first, last, memory.top)
     return offsets
 
