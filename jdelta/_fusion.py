@@ -20,6 +20,7 @@ from jdelta._primitives import CHEAP, EXPENSIVE, FREE, MATMULS, RANDOM, REDUCTIO
 _TILE = {1: (32, 128), 2: (16, 128), 4: (8, 128), 8: (8, 128)}
 _ERROR = frozenset({"erf", "erfc", "erf_inv"})
 _MOST_READ = 2
+_LONGEST_ROW = 16384
 _GEMM_ALIGNMENT, _GEMM_TILE, _GEMM_TILES_AT_ONCE = 16, 128, 128
 
 
@@ -110,6 +111,15 @@ class Compiler:
         They are as narrow as the scores, unless these are masked in a wider type.
         """
         return self.platform == "tpu"
+
+    def reduces_rows_as_it_reads(self, graph: Graph, op: Operation) -> bool:
+        """Whether rows are reduced by what reads them once more for what is made with the result.
+
+        CUDA: so is a softmax, or its derivative, if a row is not too long.
+        """
+        value = graph.values[op.inputs[0]]
+        rows = len(value.shape) - 1 in op.params.get("axes", ())
+        return self.platform == "cuda" and rows and value.local[-1] <= _LONGEST_ROW
 
     def fuses_inputs(self, op: Operation) -> bool:
         """Whether an operation computes element-wise inputs itself.

@@ -9,11 +9,13 @@ stacked loop outputs as a whole.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdelta import _jax
 from jdelta._fusion import Compiler, last_reads, of_images, read_narrowly, storage
 from jdelta._graph import Graph, Operation
+from jdelta._primitives import REDUCTIONS
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,13 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
         if value not in fixed and value in producers:
             ends[index].append(value)
     changes = _conversions(graph, compiler)
+    tied = _tied(graph, roots, compiler)
     live: list[int] = []
     now = 0
     for index, op in enumerate(graph.operations):
         made = [v for v in op.outputs if v in roots[v] and v not in fixed and v in last]
         new = sum(sizes[v] for v in made)
-        dying = Counter(sizes[v] for v in ends[index] if v not in made)
+        dying = Counter(sizes[v] for v in ends[index] if v not in made and v not in tied)
         over = dying & Counter(sizes[v] for v in made)  # buffers of one size
         shared = sum(over.elements()) if overwrites(op, compiler) else 0
         inside = timeline(op.body, compiler).peak if op.body else compiler.workspace(graph, op)
@@ -112,6 +115,16 @@ def _conversions(graph: Graph, compiler: Compiler) -> list[int]:
         changes[first] += size
         changes[last + 1] -= size
     return changes
+
+
+def _tied(graph: Graph, roots: Sequence[frozenset[int]], compiler: Compiler) -> set[int]:
+    """Buffers that nothing is written over: rows that are read for a reduction and its use at once.
+
+    What is made of them with the result has a place of its own then.
+    """
+    reductions = (op for op in graph.operations if op.primitive in REDUCTIONS)
+    reduced = (op.inputs[0] for op in reductions if compiler.reduces_rows_as_it_reads(graph, op))
+    return {root for value in reduced for root in roots[value]}
 
 
 def overwrites(op: Operation, compiler: Compiler) -> bool:

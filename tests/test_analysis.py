@@ -166,6 +166,17 @@ def test_which_element_wise_values_are_written(program, tpu, cuda):
         assert set(written(program, platform)) - {"dot_general"} == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "compiled"),
+    [({"masked": False}, 576), ({"masked": True}, 576), ({"masked": False, "keys": 32768}, 384)],
+)
+def test_a_gpu_writes_nothing_over_rows_that_it_reads_for_a_softmax(options, compiled):
+    """MiB of temporaries as compiled: ``python -m benchmarks.xla.storage``."""
+    fun, args = facts.attention(**options)
+    peak = timeline(graph(fun, *args), Compiler("cuda")).peak
+    assert peak / 2**20 == pytest.approx(compiled, rel=0.01)
+
+
 def test_scores_are_written_only_if_something_else_than_a_softmax_reads_them():
     def scores_and(more):
         def program(q, k):

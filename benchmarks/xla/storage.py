@@ -137,8 +137,11 @@ def dropout() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return jax.grad(loss, argnums=(0, 1)), (jax.ShapeDtypeStruct((4096, 4096), F32),) * 3
 
 
-def attention(masked: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The gradient of bfloat16 attention with its softmax in float32, a mask before it or not."""
+def attention(masked: bool, keys: int = 1024) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The gradient of bfloat16 attention with its softmax in float32, a mask before it or not.
+
+    The more keys there are, the fewer heads.
+    """
 
     def loss(q, k, v):
         scores = jnp.einsum("hqd,hkd->hqk", q, k).astype(F32)
@@ -148,8 +151,10 @@ def attention(masked: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         out = jnp.einsum("hqk,hkd->hqd", weights, v)
         return jnp.mean(out.astype(F32) ** 2)
 
-    shape = jax.ShapeDtypeStruct((96, 1024, 64), jnp.bfloat16)
-    return jax.grad(loss, argnums=(0, 1, 2)), (shape,) * 3
+    heads = 96 * 1024 // keys
+    shapes = ((heads, 1024, 64), (heads, keys, 64), (heads, keys, 64))
+    args = tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+    return jax.grad(loss, argnums=(0, 1, 2)), args
 
 
 def residual_layers(layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -200,6 +205,7 @@ PROGRAMS = {
     "gradient through 64 MiB with dropout": dropout(),
     "gradient through 192 MiB scores, softmax in float32": attention(masked=False),
     "gradient through 192 MiB scores, masked in float32": attention(masked=True),
+    "gradient through 192 MiB scores, softmax over 32768": attention(masked=False, keys=32768),
     "gradient of 4 layers that add 64 MiB": residual_layers(4),
     "gradient of 8 layers that add 64 MiB": residual_layers(8),
     "196 MiB images of 64 features": image(64),
