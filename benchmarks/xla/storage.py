@@ -1,7 +1,7 @@
 """What the TPU and CUDA compilers store: the facts behind `jdelta/_fusion.py`.
 
 Each program comes twice, with a question that differs in one thing only. Figures are temporaries
-in MiB as the compiler reports them, ahead of time.
+in MiB as the compiler reports them, ahead of time, and as `jdelta` simulates them.
 
     python -m benchmarks.xla.storage
 
@@ -18,7 +18,10 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from jdelta._fusion import Compiler
+from jdelta._graph import graph_of
 from jdelta._measure import measure
+from jdelta._peak import timeline
 from jdelta._target import resolve
 
 F32 = jnp.float32
@@ -214,12 +217,14 @@ PROGRAMS = {
 TARGETS = ("tpu:v5e:2x2", "cuda:h100")
 
 
-def temporaries(name: str, target: str) -> int:
-    """Temporary bytes of a program on a target."""
+def temporaries(name: str, target: str) -> tuple[int, int]:
+    """Temporary bytes of a program on a target: as compiled, and as jdelta simulates them."""
     program, shapes = PROGRAMS[name]
     where = resolve(target)
     traced = jax.jit(program).trace(*where.abstract(shapes))
-    return measure(traced.lower(lowering_platforms=(where.platform,)), where)[1].temporaries
+    simulated = timeline(graph_of(traced.jaxpr), Compiler(where.platform)).peak
+    lowered = traced.lower(lowering_platforms=(where.platform,))
+    return measure(lowered, where)[1].temporaries, simulated
 
 
 def main() -> None:
@@ -230,9 +235,10 @@ def main() -> None:
     if options.json:
         print(json.dumps(results, indent=1))
         return
-    table = Table("program", *TARGETS, title="temporaries, MiB")
+    heads = [head for target in TARGETS for head in (target, "simulated")]
+    table = Table("program", *heads, title="temporaries, MiB")
     for name, row in results.items():
-        table.add_row(name, *(f"{size / 2**20:.0f}" for size in row.values()))
+        table.add_row(name, *(f"{size / 2**20:.0f}" for pair in row.values() for size in pair))
     Console().print(table)
 
 
