@@ -17,6 +17,7 @@ from jdelta._emit import emit
 from jdelta._graph import Graph, graph_of
 from jdelta._hlo import Computation, Module, parse
 from jdelta._loop import read_loop
+from jdelta._marks import NOTHING, Computed
 from jdelta._measure import Measurement, measure
 from jdelta._overlap import read_overlap
 from jdelta._planned import step_of
@@ -51,17 +52,19 @@ class Program:
         lower: Lowers it for the target.
         target: What it is for.
         options: Options of XLA to compile it with.
+        computed: Named values that its plan wants looked for in the compiled program.
     """
 
     graph: Graph
     lower: Callable[[], jax.stages.Lowered]
     target: Target
     options: Mapping[str, str | bool] = field(default_factory=dict[str, str | bool])
+    computed: Computed = NOTHING
 
     @functools.cached_property
     def measured(self) -> Measurement:
         """What the compiler says."""
-        return measure(self.lower(), self.target, self.options)[1]
+        return measure(self.lower(), self.target, self.options, computed=self.computed)[1]
 
     @functools.cached_property
     def scheduled(self) -> Row:
@@ -120,7 +123,8 @@ def planned(case: Case, plan: jdelta.Plan) -> Program:
     call = call_of(case.step, plan.static, (case.state, case.batch), {})
     step, _ = step_of(plan, call, plan.donate_argnums)
     emission = emit(step, plan.policy)
-    return Program(emission.timeline.graph, emission.lower, step.target, emission.options)
+    graph, computed = emission.timeline.graph, emission.computed
+    return Program(graph, emission.lower, step.target, emission.options, computed)
 
 
 def plan(case: Case, budget: float, target: str, **options: Any) -> tuple[Row, jdelta.Plan | None]:
