@@ -17,9 +17,6 @@ from jdelta._order.problem import Ints
 SMALL = 1 / 1024
 """Part of the peak that small tensors may hold at once; they are stacked with less care."""
 
-ROUNDED, LONG = 64, 16
-"""Places that long lives of small tensors are rounded to, and how many times as long they are."""
-
 SHORT = (64, 256, 1024, 16)
 """Places in the order that a short life spans at most, tried in turn."""
 
@@ -142,15 +139,8 @@ def _peak(sizes: Ints, first: Ints, last: Ints) -> int:
 
 
 def _stack(offsets: Ints, chosen: Ints, sizes: Ints, first: Ints, last: Ints, bottom: int) -> None:
-    """Put tensors on top of each other, long-lived ones first, their lives rounded outwards."""
-    is_long = last[chosen] - first[chosen] >= LONG * ROUNDED
-    height = np.full(int(last.max(initial=0)) // ROUNDED + 1, bottom, dtype=np.int64)
-    _pile(offsets, chosen[is_long], sizes, first // ROUNDED, last // ROUNDED, height)
-    _pile(offsets, chosen[~is_long], sizes, first, last, height.repeat(ROUNDED))
-
-
-def _pile(offsets: Ints, chosen: Ints, sizes: Ints, first: Ints, last: Ints, height: Ints) -> None:
-    """Put each tensor as low as what is below it allows, of the height given at each place."""
+    """Put tensors on top of each other, each as low as what is below it allows."""
+    height = np.full(int(last.max(initial=0)) + 1, bottom, dtype=np.int64)
     for index in chosen:
         span = slice(first[index], last[index] + 1)
         offsets[index] = height[span].max()
