@@ -98,8 +98,7 @@ class Problem:
     @cached_property
     def successors(self) -> Groups:
         """For each operator those that wait for it."""
-        after = np.repeat(np.arange(len(self)), [len(before) for before in self.predecessors])
-        before = np.fromiter(itertools.chain.from_iterable(self.predecessors), np.int64, len(after))
+        after, before = _pairs(self.predecessors)
         return Groups(before, after, len(self))
 
     @cached_property
@@ -131,9 +130,7 @@ class Problem:
     @cached_property
     def uses(self) -> tuple[Ints, Ints]:
         """All pairs of a tensor and a user of it, tensor by tensor."""
-        counts = [len(t.users) for t in self.tensors]
-        users = [u for t in self.tensors for u in t.users]
-        return np.repeat(np.arange(len(counts)), counts), np.array(users, dtype=np.int64)
+        return _pairs([t.users for t in self.tensors])
 
     @cached_property
     def branches(self) -> list[int]:
@@ -167,3 +164,10 @@ class Problem:
     def peak(self, order: Order) -> int:
         """Most bytes alive at once."""
         return int(self.timeline(order).max(initial=0))
+
+
+def _pairs(members: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """All pairs of an index and one of the members there, index by index."""
+    indices = np.repeat(np.arange(len(members)), [len(some) for some in members])
+    every = itertools.chain.from_iterable(members)
+    return indices, np.fromiter(every, dtype=np.int64, count=len(indices))
