@@ -93,6 +93,8 @@ def _parse_text(text: str) -> Budget:
     if match is None:
         raise BudgetError(f"budget {text!r} is not understood; {_EXPECTED}")
     number, unit = float(match[1]), match[2]
+    if not unit and not match[1].isdecimal():
+        return parse_budget(number)
     if unit == "%":
         if not 0 < number <= 100:
             raise BudgetError(f"budget {text!r}: a share lies above 0% and at most at 100%")

@@ -20,6 +20,8 @@ from jdelta._budget import Budget, parse_budget
         (0.5, Budget(share=0.5)),
         (1.0, Budget(share=1.0)),
         ("50%", Budget(share=0.5)),
+        ("0.5", Budget(share=0.5)),
+        ("2e9", Budget(bytes=2 * 10**9)),
     ],
 )
 def test_what_is_understood(given, expected):
@@ -40,6 +42,7 @@ def test_what_is_understood(given, expected):
         ("-3GiB", "not understood"),
         ("120%", "at most at 100%"),
         (1.2, "at most 1.0"),
+        ("1.2", "at most 1.0"),
         ("0%", "above 0%"),
         (True, "expected bytes"),
         (np.True_, "expected bytes"),

@@ -77,7 +77,6 @@ def _planning(options: Options) -> dict[str, Any]:
 def _budget_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
-        type=loading.budget,
         help="14GiB, bytes, or a share of the plain peak (50%%); default: all memory but 5%%",
     )
 
@@ -189,7 +188,6 @@ def _frontier_options(parser: argparse.ArgumentParser) -> None:
     _step_options(parser)
     parser.add_argument(
         "--budget",
-        type=loading.budget,
         action="append",
         metavar="BUDGET",
         help="may be given often; default: 100%% to 30%% of the plain step's peak",

@@ -79,12 +79,3 @@ def share(text: str) -> float:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a share such as 10%, got {text!r}") from None
-
-
-def budget(text: str) -> int | float | str:
-    """A budget: a whole number is bytes, a fraction up to one a share, anything else a size."""
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    return number if number <= 1 and "." in text else int(number)
