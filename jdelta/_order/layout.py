@@ -32,6 +32,9 @@ LARGE = 1 / 256
 BLOCK = 32
 """Stretches of places that lives are sorted out for together."""
 
+MERGED = 256
+"""Long lives that are placed before those at the centre are merged again."""
+
 STARTS, PLACED = 4, 50_000
 """How often the search begins anew, and how many tensors it places in all."""
 
@@ -105,10 +108,12 @@ def _layout(sizes: Ints, first: Ints, last: Ints, short: int) -> Ints:
     by_size = by_size[sizes[by_size] > 0]
     small = len(by_size) - _small(sizes[by_size], first[by_size], last[by_size])
     large = by_size[:small]
-    memory = _Memory(short)
     is_short = last[large] - first[large] < short
+    long = large[~is_short]
+    changes = _changes(np.ones_like(long), first[long], last[long])
+    memory = _Memory(short, centre=int(changes.cumsum().argmax()))
     for chosen, place in (
-        (large[~is_short], memory.place_long),
+        (long, memory.place_long),
         (large[is_short], memory.place_short),
     ):
         tensors = (values[chosen].tolist() for values in (sizes, first, last))
@@ -132,19 +137,26 @@ def _small(sizes: Ints, first: Ints, last: Ints) -> int:
 
 
 def _peak(sizes: Ints, first: Ints, last: Ints) -> int:
+    return int(_changes(sizes, first, last).cumsum().max(initial=0))
+
+
+def _changes(sizes: Ints, first: Ints, last: Ints) -> Ints:
+    """For each place what begins there less what has ended before."""
     changes = np.zeros(int(last.max(initial=0)) + 2, dtype=np.int64)
     np.add.at(changes, first, sizes)
     np.subtract.at(changes, last + 1, sizes)
-    return int(np.cumsum(changes).max(initial=0))
+    return changes
 
 
 def _stack(offsets: Ints, chosen: Ints, sizes: Ints, first: Ints, last: Ints, bottom: int) -> None:
     """Put tensors on top of each other, each as low as what is below it allows."""
     height = np.full(int(last.max(initial=0)) + 1, bottom, dtype=np.int64)
-    for index in chosen:
-        span = slice(first[index], last[index] + 1)
-        offsets[index] = height[span].max()
-        height[span] = offsets[index] + sizes[index]
+    lives = (values[chosen].tolist() for values in (sizes, first, last))
+    for index, size, start, end in zip(chosen.tolist(), *lives, strict=True):
+        span = height[start : end + 1]
+        top = int(span.max())
+        offsets[index] = top
+        span[:] = top + size
 
 
 class _Rows:
@@ -153,6 +165,11 @@ class _Rows:
     def __init__(self, table: Ints | None = None):
         self.table = np.zeros((4, 16), dtype=np.int64) if table is None else table
         self.count = 0 if table is None else table.shape[1]
+
+    @property
+    def placed(self) -> Ints:
+        """The part of the table that is filled."""
+        return self.table[:, : self.count]
 
     def add(self, first: int, last: int, offset: int, end: int) -> None:
         count, table = self.count, self.table
@@ -166,7 +183,7 @@ class _Rows:
 
     def taken(self, first: int, last: int) -> Ints:
         """Offsets and ends of those alive between two places, by offset."""
-        rows = self.table[:, : self.count]
+        rows = self.placed
         return rows[2:].compress((rows[0] <= last) & (rows[1] >= first), axis=1)
 
 
@@ -175,18 +192,30 @@ class _Memory:
 
     All long ones are placed first. A short one then meets the few that begin or end in a stretch of
     its own, and the others as the few spans of memory that they fill together all through it.
+    Likewise a long one that is alive at the centre, as most are, meets the others that are.
     """
 
-    def __init__(self, places_in_stretch: int):
+    def __init__(self, places_in_stretch: int, centre: int):
         self._places = places_in_stretch
-        self._long = _Rows()
+        self._centre = centre
+        self._long, self._central = _Rows(), _Rows()
+        self._few = MERGED
         self._blocks: dict[int, Ints] = {}
         self._stretches: dict[int, _Rows] = {}
         self.top = 0
 
     def place_long(self, size: int, first: int, last: int) -> int:
         """The offset of the smallest gap that a tensor fits in; it is taken."""
-        return self._take(size, first, last, [self._long])
+        rows, other = self._long, self._central
+        if first <= self._centre <= last:
+            rows, other = other, rows
+        offset = self._take(size, first, last, [rows])
+        other.add(first, last, offset, offset + size)
+        if self._central.count > self._few:
+            merged = _merged_through(self._central.placed, self._centre, self._centre)
+            self._central = _Rows(merged)
+            self._few = self._central.count + MERGED
+        return offset
 
     def place_short(self, size: int, first: int, last: int) -> int:
         """The same for a short life, after all long ones."""
@@ -209,25 +238,26 @@ class _Memory:
         if number not in self._stretches:
             block = number // BLOCK
             if block not in self._blocks:
-                rows = self._long.table[:, : self._long.count]
-                self._blocks[block] = _alive(rows, block, BLOCK * self._places)
+                self._blocks[block] = _alive(self._long.placed, block, BLOCK * self._places)
             self._stretches[number] = _Rows(_alive(self._blocks[block], number, self._places))
         return self._stretches[number]
 
 
 def _alive(rows: Ints, number: int, places: int) -> Ints:
-    """What is alive in a stretch of so many places.
-
-    What is so all through it is told as the few spans of memory that it fills together.
-    """
+    """What is alive in a stretch of so many places."""
     start, stop = number * places, (number + 1) * places
     alive = rows.compress((rows[0] < stop) & (rows[1] >= start), axis=1)
-    through = (alive[0] <= start) & (alive[1] >= stop - 1)
-    filled = _merged(alive[2:].compress(through, axis=1))
-    lives = np.full_like(filled, start)
-    lives[1] = stop - 1
-    alive = np.concatenate([alive.compress(~through, axis=1), np.stack([*lives, *filled])], axis=1)
-    return alive[:, alive[2].argsort()]
+    return _merged_through(alive, start, stop - 1)
+
+
+def _merged_through(rows: Ints, first: int, last: int) -> Ints:
+    """The rows; those alive all through two places as the few spans that they fill together."""
+    through = (rows[0] <= first) & (rows[1] >= last)
+    filled = _merged(rows[2:].compress(through, axis=1))
+    lives = np.full_like(filled, first)
+    lives[1] = last
+    rows = np.concatenate([rows.compress(~through, axis=1), np.stack([*lives, *filled])], axis=1)
+    return rows[:, rows[2].argsort()]
 
 
 def _merged(spans: Ints) -> Ints:

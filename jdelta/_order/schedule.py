@@ -23,6 +23,9 @@ LEAF = (40, 20, 10)
 LEAVES = 64
 """Rows that are solved at most."""
 
+NEAR = 1.0001
+"""Times the bound from which on a lower peak is not worth looking for."""
+
 
 @dataclass(frozen=True)
 class Arrangement:
@@ -44,10 +47,11 @@ def arrange(problem: Problem) -> Arrangement:
     first = late(problem, problem.program)
     bound = lower_bound(problem, first)
     orders: list[Order] = [problem.program, first]
-    if problem.peak(first) > bound:
-        orders += [updated_early(problem, base, bound) for base in (problem.program, first)]
+    for base in (problem.program, first):
+        if problem.peak(orders[-1]) > NEAR * bound:
+            orders.append(updated_early(problem, base, bound))
     order = min(orders, key=problem.peak)
-    if problem.peak(order) > bound:
+    if problem.peak(order) > NEAR * bound:
         bound = max(bound, lower_bound(problem, order))
         order = _refined(problem, list(order), bound)
     return Arrangement(tuple(order), problem.peak(order), bound)
