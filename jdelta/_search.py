@@ -44,8 +44,8 @@ SURELY_BELOW = 0.9
 
 LOST = {"cpu": 0.3}
 """By platform, part of the budget by which a plan exceeds it that says the simulation is of no use,
-else a tenth: what is compiled next is the floor. On CPUs it is 12 to 25 % off, but evenly: the next
-plan, predicted with that error, fits (GPT-2, budgets of 40, 50 and 70 % of the plain peak)."""
+else a tenth: what is compiled next is the floor. On CPUs plans take 18 to 28 % more than simulated,
+but evenly: the next one, predicted with that, fits (GPT-2 at 40, 50 and 70 % of its plain peak)."""
 
 CLOSE = 0.02
 """Part of the budget that a candidate may leave, by its prediction."""

@@ -53,6 +53,16 @@ def lowering_to_itself(step, policy):
 
 @pytest.mark.parametrize("deviation", DEVIATIONS)
 def test_the_budget_is_used_however_far_off_the_simulation_is(deviation, monkeypatch):
+    uses_the_budget(DEVIATIONS[deviation], 0.8, "tpu:v5e:2x2", monkeypatch)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.8, 0.9])
+def test_the_budget_is_used_on_cpus_too(share, monkeypatch):
+    """What is kept takes a quarter more than simulated there."""
+    uses_the_budget(lambda part: 0.25 * part, share, "cpu", monkeypatch)
+
+
+def uses_the_budget(deviation, share, target, monkeypatch):
     plain = []
 
     def measured(emission, *args, **options):
@@ -60,7 +70,7 @@ def test_the_budget_is_used_however_far_off_the_simulation_is(deviation, monkeyp
         if emission.policy is None:
             plain.append(peak)
         else:
-            peak += int(DEVIATIONS[deviation](peak / plain[0]) * plain[0])
+            peak += int(deviation(peak / plain[0]) * plain[0])
         return None, dataclasses.replace(EXACT, peak=peak)
 
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
@@ -68,7 +78,7 @@ def test_the_budget_is_used_however_far_off_the_simulation_is(deviation, monkeyp
     monkeypatch.setattr("jdelta._compiles._known", {})
     ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(LAYERS)]
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    plan = jdelta.plan(step, 0.8, ws, x, target="tpu:v5e:2x2")
+    plan = jdelta.plan(step, share, ws, x, target=target)
     assert 0.93 * plan.budget <= plan.compiled_peak <= plan.budget
     assert plan.compiles <= 4
 
