@@ -13,7 +13,6 @@ from jdelta._order.bound import cut, forced, lower_bound
 from jdelta._order.exact import solved
 from jdelta._order.lists import late
 from jdelta._order.problem import CORE
-from jdelta._order.schedule import NEAR
 from jdelta._order.segments import separators
 from jdelta._order.tails import early, updated_early
 from jdelta._order.validate import complaints
@@ -76,7 +75,7 @@ def test_arrangement_and_layout_are_valid(problem):
 
 @given(problems(most=6))
 def test_small_graphs_are_ordered_best(problem):
-    assert least(problem) <= arrange(problem).peak <= NEAR * least(problem)
+    assert arrange(problem).peak == least(problem)
 
 
 @given(problems(most=6))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jdelta._order.problem import Ints
+from jdelta._order.problem import Ints, bytes_alive
 
 SMALL = 1 / 1024
 """Part of the peak that small tensors may hold at once; they are stacked with less care."""
@@ -110,8 +110,8 @@ def _layout(sizes: Ints, first: Ints, last: Ints, short: int) -> Ints:
     large = by_size[:small]
     is_short = last[large] - first[large] < short
     long = large[~is_short]
-    changes = _changes(np.ones_like(long), first[long], last[long])
-    memory = _Memory(short, centre=int(changes.cumsum().argmax()))
+    centre = int(_alive_at(np.ones_like(long), first[long], last[long]).argmax())
+    memory = _Memory(short, centre)
     for chosen, place in (
         (long, memory.place_long),
         (large[is_short], memory.place_short),
@@ -137,15 +137,12 @@ def _small(sizes: Ints, first: Ints, last: Ints) -> int:
 
 
 def _peak(sizes: Ints, first: Ints, last: Ints) -> int:
-    return int(_changes(sizes, first, last).cumsum().max(initial=0))
+    return int(_alive_at(sizes, first, last).max())
 
 
-def _changes(sizes: Ints, first: Ints, last: Ints) -> Ints:
-    """For each place what begins there less what has ended before."""
-    changes = np.zeros(int(last.max(initial=0)) + 2, dtype=np.int64)
-    np.add.at(changes, first, sizes)
-    np.subtract.at(changes, last + 1, sizes)
-    return changes
+def _alive_at(sizes: Ints, first: Ints, last: Ints) -> Ints:
+    """What is alive at each place up to the last end, of which there is always one."""
+    return bytes_alive(sizes, first, last, int(last.max(initial=0)) + 1)
 
 
 def _stack(offsets: Ints, chosen: Ints, sizes: Ints, first: Ints, last: Ints, bottom: int) -> None:

@@ -155,15 +155,19 @@ class Problem:
 
     def timeline(self, order: Order) -> Ints:
         """Bytes alive while each operator runs, in the order given."""
-        first, last = self.lives(order)
-        changes = np.zeros(len(self) + 1, dtype=np.int64)
-        np.add.at(changes, first, self.bytes)
-        np.subtract.at(changes, last + 1, self.bytes)
-        return np.cumsum(changes)[:-1]
+        return bytes_alive(self.bytes, *self.lives(order), len(self))
 
     def peak(self, order: Order) -> int:
         """Most bytes alive at once."""
         return int(self.timeline(order).max(initial=0))
+
+
+def bytes_alive(sizes: Ints, first: Ints, last: Ints, places: int) -> Ints:
+    """What is alive at each of so many places: the sizes of the lives that span it."""
+    changes = np.zeros(places + 1, dtype=np.int64)
+    np.add.at(changes, first, sizes)
+    np.subtract.at(changes, last + 1, sizes)
+    return np.cumsum(changes)[:-1]
 
 
 def _pairs(members: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:

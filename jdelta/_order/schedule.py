@@ -24,7 +24,10 @@ LEAVES = 64
 """Rows that are solved at most."""
 
 NEAR = 1.0001
-"""Times the bound from which on a lower peak is not worth looking for."""
+"""Times the bound from which on a lower peak is not worth looking for in a large program."""
+
+LARGE = 2000
+"""Operators beyond which a program is large."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,13 @@ def arrange(problem: Problem) -> Arrangement:
     """Find an order with a low peak, never a higher one than in program order."""
     first = late(problem, problem.program)
     bound = lower_bound(problem, first)
+    enough = bound * NEAR if len(problem) > LARGE else bound
     orders: list[Order] = [problem.program, first]
     for base in (problem.program, first):
-        if problem.peak(orders[-1]) > NEAR * bound:
+        if problem.peak(orders[-1]) > enough:
             orders.append(updated_early(problem, base, bound))
     order = min(orders, key=problem.peak)
-    if problem.peak(order) > NEAR * bound:
+    if problem.peak(order) > enough:
         bound = max(bound, lower_bound(problem, order))
         order = _refined(problem, list(order), bound)
     return Arrangement(tuple(order), problem.peak(order), bound)
