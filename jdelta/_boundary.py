@@ -100,7 +100,7 @@ def _is_computed(op: Operation | None, graph: Graph) -> bool:
     """Whether an operation makes a value that is not just an argument of the step, converted."""
     if op is None or op.primitive in FREE:
         return False
-    return op.primitive not in CHEAP or not set(op.inputs) <= set(graph.inputs)
+    return op.primitive not in CHEAP or not set(op.inputs) <= set(graph.given)
 
 
 def _carried(op: Operation) -> set[int]:

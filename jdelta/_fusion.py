@@ -233,7 +233,7 @@ def storage(graph: Graph, compiler: Compiler) -> list[frozenset[int]]:
     softmaxes = _softmaxes(graph, compiler, readers) if compiler.fuses_softmax else {}
     first = _Storage(graph, compiler, readers, softmaxes, {}).roots()
     end = len(graph.operations)
-    given = (root for v in (*graph.inputs, *graph.outputs) if v is not None for root in first[v])
+    given = (root for v in (*graph.given, *graph.outputs) if v is not None for root in first[v])
     last = last_reads(graph, first) | dict.fromkeys(given, end)
     return _Storage(graph, compiler, readers, softmaxes, last).roots()
 

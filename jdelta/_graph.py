@@ -112,14 +112,21 @@ class Graph:
     Attributes:
         values: All values; operations refer to them by index.
         operations: The operations, each after what it reads.
-        inputs: Values given from outside, constants first.
+        inputs: Values given from outside, in the order of the program's arguments.
         outputs: Values handed out; None where an output is a literal.
+        constants: Arrays that the program holds itself, those of calls in it too.
     """
 
     values: list[Value] = field(default_factory=list[Value])
     operations: list[Operation] = field(default_factory=list[Operation])
     inputs: list[int] = field(default_factory=list[int])
     outputs: list[int | None] = field(default_factory=list[int | None])
+    constants: list[int] = field(default_factory=list[int])
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """What is there before the first operation: constants and inputs."""
+        return (*self.constants, *self.inputs)
 
     def producers(self) -> dict[int, int]:
         """From each computed value to the index of the operation that makes it."""
@@ -183,10 +190,9 @@ def graph_of(
     """
     builder = _Builder(shardings, unfold_loops)
     inner = _jax.open_jaxpr(jaxpr)
-    env: dict[Var, int] = {}
-    for var in (*inner.constvars, *inner.invars):
-        env[var] = builder.value(var)
-        builder.graph.inputs.append(env[var])
+    env: dict[Var, int] = {v: builder.value(v) for v in (*inner.constvars, *inner.invars)}
+    builder.graph.constants += [env[v] for v in inner.constvars]
+    builder.graph.inputs += [env[v] for v in inner.invars]
     builder.run(inner.eqns, env, _Place())
     builder.graph.outputs = [builder.read(env, v) for v in inner.outvars]
     return _without_dead_code(builder.graph)
@@ -259,7 +265,7 @@ class _Builder:
         """Put the operations of a body into the graph."""
         inner = _jax.open_jaxpr(body)
         local: dict[Var, Any] = {v: self.value(v) for v in inner.constvars}
-        self.graph.inputs += local.values()
+        self.graph.constants += local.values()
         local |= dict(zip(inner.invars, inputs, strict=True))
         self.run(inner.eqns, local, place)
         return [self.read(local, atom) for atom in inner.outvars]

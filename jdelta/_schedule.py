@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from jdelta import _jax
 from jdelta._call import Call, call_of, several
 from jdelta._format import format_bytes
 from jdelta._fusion import Compiler
@@ -137,7 +136,7 @@ def schedule(
     graph, donated = _staged(call, call.donated(several(donate_argnums)), where.platform)
     compiler = Compiler(where.platform) if fused else None
     problem = problem_of(graph, compiler, places_taken(graph, donated))
-    return _schedule(problem, sum(graph.values[v].bytes for v in graph.inputs))
+    return _schedule(problem, sum(graph.values[v].bytes for v in graph.given))
 
 
 def _staged(call: Call, donate: Sequence[int], platform: str) -> tuple[Graph, list[int]]:
@@ -145,7 +144,7 @@ def _staged(call: Call, donate: Sequence[int], platform: str) -> tuple[Graph, li
     closed = jax.make_jaxpr(call.fun)(*call.args)
     graph = graph_of(closed, shardings_of(closed, call.args, platform))
     counts = [len(jax.tree.leaves(arg)) for arg in call.args]
-    given = iter(graph.inputs[len(_jax.consts_of(closed)) :])
+    given = iter(graph.inputs)
     leaves = [[next(given) for _ in range(count)] for count in counts]
     pairs = (zip(leaves[i], jax.tree.leaves(call.args[i]), strict=True) for i in donate)
     return graph, [v for part in pairs for v, leaf in part if not is_on_host(leaf)]

@@ -272,17 +272,25 @@ class _Timing:
         return [[v for v in hosts if v in made] for hosts in self.needs]
 
     def _early(self) -> list[Var]:
-        """What is there before the first backward unit, and only read after all units.
+        """Gradients that are there before the first backward unit, and only read after all units.
 
-        These are gradients, such as those of a head's weights, made of values that are large.
+        Such as those of a head's weights, made of values that are large. They depend on what goes
+        to the host. What a stem before all units keeps for itself does not: it is left alone, so
+        that XLA may fuse it into its readers.
         """
         if not self.units:
             return []
-        last = self.units[-1]
+        forward, last = self.eqns[: self.units[0]], self.units[-1]
         read = {v for eqn in self.eqns[: last + 1] for v in eqn.invars if _jax.is_var(v)}
         later = {v for eqn in self.eqns[last + 1 :] for v in eqn.invars if _jax.is_var(v)}
-        made = [v for eqn in self.eqns[: self.units[0]] for v in eqn.outvars]  # in their order
-        return [v for v in made if v in later and v not in read and not _is_host(v)]
+        above = {e.invars[0] for e in forward if _transfer.crosses_to_host(e)}
+        for eqn in forward:
+            given = {v for v in eqn.invars if _jax.is_var(v)}
+            if given & above or any(map(_is_host, eqn.outvars)):
+                above.update(eqn.outvars)
+        waiting = (above & later) - read
+        made = [v for eqn in forward for v in eqn.outvars]  # in their order
+        return [v for v in made if v in waiting and not _is_host(v)]
 
     def _late(self) -> frozenset[Var]:
         readers: dict[Var, list[Eqn]] = defaultdict(list)
