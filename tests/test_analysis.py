@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.ode import odeint
 
 import jdelta
 from benchmarks.xla import storage as facts
@@ -421,3 +422,22 @@ def test_branches_that_meet_again_are_priced_once():
 
     one, ten = priced(1), priced(11)
     assert one < ten < 11 * one
+
+
+def test_constants_of_calls_in_a_loop_are_no_inputs_of_its_body():
+    def solve(w, y):
+        return odeint(lambda y, t: jnp.tanh(y @ w), y, jnp.array([0.0, 1.0]))[-1].sum()
+
+    graph = graph_of(jax.make_jaxpr(jax.grad(solve))(jnp.eye(4), jnp.ones((2, 4))))
+
+    def constants(graph):
+        found = len(graph.constants)
+        for op in graph.operations:
+            for body in op.bodies:
+                found += constants(body)
+                if op.primitive == "scan":
+                    assert len(body.inputs) == len(op.inputs)
+        return found
+
+    assert constants(graph)
+    assert timeline(graph, Compiler("tpu")).peak > 0

@@ -203,6 +203,27 @@ def test_the_first_fetch_is_beside_the_head_unless_the_least_memory_is_wanted():
     assert all(least.fetches[n] == needs for n, needs in enumerate(least.needs))
 
 
+def with_stem(ws, x):
+    """What the stem makes is read again after all units, as the head's gradient is."""
+
+    def loss(ws):
+        y = jnp.cos(jnp.sin(x @ ws[0]))
+        for w in ws[1:-1]:
+            y = three(w, y)
+        return jnp.mean((y @ ws[-1]) ** 2)
+
+    return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
+
+
+def test_gradients_of_the_head_come_before_the_first_fetch_and_the_stem_is_let_be():
+    args = list(stacked(5)), jax.random.normal(jax.random.key(1), (4, 8))
+    timing = timing_of(with_stem, args, ("*/tanh",))
+    (early,) = timing.early
+    maker = next(eqn for eqn in timing.eqns if early in eqn.outvars)
+    assert maker.primitive.name in ("dot_general", "transpose")
+    assert early.aval.shape == (8, 8)  # what the stem keeps has four rows
+
+
 def after_a_loop(products):
     """A unit with a loop inside, and so many products after it."""
 
