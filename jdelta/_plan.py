@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
 
 from jdelta import _plan_file
 from jdelta._call import Call, Static, several
@@ -132,7 +133,17 @@ class Plan:
         return self.overhead / self.step_seconds if self.step_seconds else 0.0
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
-        """What ``jax.checkpoint`` is to do with the results of an equation."""
+        """What ``jax.checkpoint`` is to do with the results of an equation.
+
+        Raises:
+            TypeError: The plan was called as if it were the step.
+        """
+        if not isinstance(prim, Primitive):
+            raise TypeError(
+                f"Expected an equation that jax.checkpoint asks about, got {type(prim).__name__}. "
+                "A plan is a policy, jax.checkpoint(f, policy=plan), not the step: plan.jit() "
+                "returns the step, to be called with its arguments."
+            )
         if self.policy is None:
             return jax.checkpoint_policies.everything_saveable(prim, *avals, **params)
         self._check_without_files(self.policy)

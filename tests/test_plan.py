@@ -202,6 +202,12 @@ def test_a_deferred_plan_is_no_policy_yet():
         jax.grad(lambda p, x: jax.checkpoint(step, policy=deferred)(p, x)[1])(*arguments())
 
 
+def test_a_plan_called_with_arrays_says_how_to_run_the_step():
+    plan = jdelta.plan(step, 1.0, *arguments())
+    with pytest.raises(TypeError, match=r"got \w+\. A plan is a policy.* plan\.jit\(\) returns"):
+        plan(*arguments())
+
+
 def test_pins_hold_where_the_plain_step_would_fit():
     plan = jdelta.plan(step, 1.0, *arguments(), pin={"*/exp": "recompute"})
     recomputed = {name for name, d in plan.decisions.items() if d is Decision.RECOMPUTE}
