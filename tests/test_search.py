@@ -118,6 +118,10 @@ def test_what_is_small_stays_where_recompute_of_it_takes_more(monkeypatch):
     monkeypatch.setitem(LEAN, "tpu", 0.01)
     few_kept = least_peak(r"every residual recomputed but 96")
     assert few_kept == pytest.approx(0.94 * all_recomputed, rel=0.01)
+    compiled.clear()
+    with pytest.raises(jdelta.BudgetError, match=r"every residual recomputed but 96"):
+        jdelta.plan(normed_step, 1 << 20, w, x, target="tpu:v5e:2x2")
+    assert len(compiled) == 2  # those kept, then with the host; never everything recomputed
     monkeypatch.setitem(LEAN, "tpu", 0.0001)
     assert least_peak("every residual recomputed the step") == all_recomputed
 
