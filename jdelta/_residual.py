@@ -162,8 +162,8 @@ class _Analysis:
         return needed
 
     def _constant(self) -> set[int]:
-        """Values that depend on no input: the compiler folds them."""
-        varying = set(self.graph.inputs)
+        """Values made of no input and of no array held: the compiler folds them."""
+        varying = set(self.graph.given)
         for op in self.graph.operations:
             if not varying.isdisjoint(op.inputs):
                 varying.update(op.outputs)

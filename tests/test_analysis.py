@@ -441,3 +441,20 @@ def test_constants_of_calls_in_a_loop_are_no_inputs_of_its_body():
 
     assert constants(graph)
     assert timeline(graph, Compiler("tpu")).peak > 0
+
+
+def test_what_is_made_of_an_array_that_a_call_holds_has_a_name_too():
+    table = jnp.linspace(-1.0, 1.0, 64 * 256).reshape(64, 256)
+
+    @jdelta.remat
+    def layer(w, x):
+        return jnp.tanh(jax.jit(lambda x: x * jnp.exp(table))(x) @ w)
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.sum(layer(w, layer(w, x)) ** 2))(w)
+
+    args = 0.1 * jnp.eye(256), jnp.ones((64, 256))
+    plan = jdelta.plan(step, 1.0, *args, pin={"*/exp": "recompute"})
+    made = [d for name, d in plan.decisions.items() if name.endswith("/exp")]
+    assert made == [Decision.RECOMPUTE] * 2
+    assert jnp.allclose(plan.jit()(*args), step(*args), rtol=1e-6)
