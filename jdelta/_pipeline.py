@@ -236,9 +236,8 @@ def _path(body: Jaxpr, loop: Scan) -> set[Var]:
     """Operands of products between the carry that comes in and the carry that goes out."""
     inner = _jax.open_jaxpr(body)
     begun = set(inner.invars[loop.n_consts : loop.n_consts + loop.n_carry])
-    for eqn in inner.eqns:
-        if any(_jax.is_var(v) and v in begun for v in eqn.invars):
-            begun.update(eqn.outvars)
+    for index in _jax.dependents(inner.eqns, begun):
+        begun.update(inner.eqns[index].outvars)
     needed = {v for v in inner.outvars[: loop.n_carry] if _jax.is_var(v)}
     operands: set[Var] = set()
     for eqn in reversed(inner.eqns):

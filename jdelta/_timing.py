@@ -26,7 +26,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -285,8 +285,8 @@ class _Timing:
         later = {v for eqn in self.eqns[last + 1 :] for v in eqn.invars if _jax.is_var(v)}
         above = {e.invars[0] for e in forward if _transfer.crosses_to_host(e)}
         above.update(v for e in forward if any(map(_is_host, e.outvars)) for v in e.outvars)
-        for index in self._dependents(above, 0, self.units[0]):
-            above.update(self.eqns[index].outvars)
+        for index in _jax.dependents(forward, above):
+            above.update(forward[index].outvars)
         waiting = (above & later) - read
         made = [v for eqn in forward for v in eqn.outvars]  # in their order
         return [v for v in made if v in waiting and not _is_host(v)]
@@ -332,19 +332,10 @@ class _Timing:
 
     def _after(self, index: int, stops: Mapping[int, Var]) -> Iterator[int]:
         """The stops that are computed from what equation ``index`` copies."""
-        end = max(stops, default=0) + 1
-        for later in self._dependents(self.eqns[index].invars, index + 1, end):
-            if later in stops:
-                yield later
-
-    def _dependents(self, values: Iterable[Any], start: int, end: int) -> Iterator[int]:
-        """Equations from ``start`` on, before ``end``, that are computed from some of these."""
-        reached = set(values)
-        for index in range(start, end):
-            eqn = self.eqns[index]
-            if any(_jax.is_var(v) and v in reached for v in eqn.invars):
-                reached.update(eqn.outvars)
-                yield index
+        begin, end = index + 1, max(stops, default=0) + 1
+        for later in _jax.dependents(self.eqns[begin:end], self.eqns[index].invars):
+            if begin + later in stops:
+                yield begin + later
 
 
 def _host_inputs(eqn: Eqn) -> list[Var]:

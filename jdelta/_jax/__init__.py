@@ -51,6 +51,7 @@ from jdelta._jax.programs import Env as Env
 from jdelta._jax.programs import Eqn as Eqn
 from jdelta._jax.programs import Jaxpr as Jaxpr
 from jdelta._jax.programs import consts_of as consts_of
+from jdelta._jax.programs import dependents as dependents
 from jdelta._jax.programs import evaluate as evaluate
 from jdelta._jax.programs import evaluate_with as evaluate_with
 from jdelta._jax.programs import hoist_consts as hoist_consts

@@ -7,7 +7,7 @@ hand, so that no other file needs to know.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -82,6 +82,15 @@ def with_outputs(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
     """A closed jaxpr with some of its outputs only, and without what they do not depend on."""
     inner, _ = partial_eval.dce_jaxpr(open_jaxpr(jaxpr), list(used), instantiate=True)
     return core.ClosedJaxpr(inner, consts_of(jaxpr))
+
+
+def dependents(eqns: Sequence[Eqn], values: Iterable[Any]) -> Iterator[int]:
+    """Which equations are computed from some of these values, as they are in order."""
+    reached = set(values)
+    for index, eqn in enumerate(eqns):
+        if any(is_var(v) and v in reached for v in eqn.invars):
+            reached.update(eqn.outvars)
+            yield index
 
 
 def hoist_consts(closed: Jaxpr) -> Jaxpr:
