@@ -30,7 +30,7 @@ from jdelta._spill import Store
 from jdelta._spilled import Emitted
 from jdelta._spilling import Spilling, spilled
 from jdelta._target import Target, is_on_host
-from jdelta._timing import TIMED, timed
+from jdelta._timing import is_timed, timed
 from jdelta._updates import updated_in_loops
 
 
@@ -115,7 +115,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         if step.store is not None:
             run, emitted = _spilled(step, traced, policy)
             traced = _again(step, traced, run)
-        if policy.offloaded and platform in TIMED:
+        if is_timed(traced.jaxpr, platform, offloads=bool(policy.offloaded)):
             traced = _again(step, traced, _timed(step, traced, least=policy.least))
     if step.updates_in_loops:
         run = updated_in_loops(_jax.inline(traced.jaxpr), _donated_leaves(step))
@@ -204,7 +204,7 @@ def local_bytes(leaf: Any) -> int:
 
 
 def _timed(step: Step, traced: jax.stages.Traced, *, least: bool) -> Callable[..., list[Any]]:
-    """The same step with its transfers timed."""
+    """The same step with its transfers timed, and gradients of weights not put off."""
     target = step.target
     shardings = functools.partial(_shardings, step)
     return timed(traced.jaxpr, target.rates, target.platform, least=least, shardings=shardings)

@@ -17,7 +17,7 @@ from jdelta._items import items_of
 from jdelta._policy import Policy
 from jdelta._residual import residuals
 from jdelta._target import resolve
-from jdelta._timing import TIMED, timed
+from jdelta._timing import TIMED, is_timed, timed
 from jdelta._trace import trace
 from tests.planning import under
 from tests.random_steps import LAYER_FORMS, arguments, forms, step_of
@@ -69,9 +69,9 @@ def test_results_equal_the_plain_step(layers):
         policy = Policy.of(by_name, found.loops, TARGET.platform)
         placed = TARGET.abstract(args)
         emit(Step(step, placed, (), TARGET, found.aliases, automatic=found.automatic), policy)
-        if policy.offloaded:
-            staged = jax.make_jaxpr(planned_step)(*args)
-            for platform in TIMED:
+        staged = jax.make_jaxpr(planned_step)(*args)
+        for platform in TIMED:
+            if is_timed(staged, platform, offloads=bool(policy.offloaded)):
                 moved = jax.jit(timed(staged, TARGET.rates, platform))
                 check(moved(*jax.tree.leaves(args)), expected)
 

@@ -20,7 +20,7 @@ from jdelta._pipeline import Clock
 from jdelta._policy import Policy
 from jdelta._region import Session
 from jdelta._target import resolve
-from jdelta._timing import HEAD, IN_FLIGHT, _Timing, timed
+from jdelta._timing import HEAD, IN_FLIGHT, TIMED, _Timing, timed
 from jdelta._trace import trace
 
 TARGET = resolve("tpu:v5e:2x2")
@@ -350,6 +350,33 @@ def test_models_train_the_same_with_everything_offloaded(model, scan, platform):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6 * largest)
 
 
+@jdelta.remat
+def affine(w, x):
+    return jnp.sin(x @ w[0] + w[1])
+
+
+def test_gradients_of_weights_are_not_put_off_and_sums_are_left_to_the_compiler():
+    args = [(w, w[0]) for w in stacked(3)], jax.random.normal(jax.random.key(1), (4, 8))
+    step = unrolled(affine)
+    staged, _ = offloading(step, args, away=())
+    assert _timing.is_timed(staged, "cuda", offloads=False)
+    assert not _timing.is_timed(staged, "tpu", offloads=False)
+    run = timed(staged, TARGET.rates, "cuda")
+    for value, other in zip(run(*jax.tree.leaves(args)), jax.tree.leaves(step(*args)), strict=True):
+        np.testing.assert_allclose(value, other, rtol=2e-5, atol=1e-6)
+    jaxpr = jax.make_jaxpr(run)(*jax.tree.leaves(args))
+    eqns = _jax.open_jaxpr(jaxpr).eqns
+    barriers = [e for e in eqns if e.primitive.name == "optimization_barrier"]
+    ends = [sorted(v.aval.shape for v in e.outvars) for e in barriers[2::2]]
+    assert ends == [[(4, 8), (8, 8)]] * 2 + [[(8, 8)]]  # none with the bias's, (8,)
+
+
+def test_loops_over_layers_are_as_they_were_where_nothing_is_offloaded():
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    staged, _ = offloading(looped(), (stacked(3), x), away=())
+    assert not any(_timing.is_timed(staged, platform, offloads=False) for platform in TIMED)
+
+
 AMPERE = pytest.param("cuda:a100", marks=needs_cuda)
 """Where XLA runs nothing beside compute unless it is told to."""
 
@@ -370,6 +397,26 @@ def test_unrolled_offload_works(target):
     else:
         assert temporaries <= 0.35 * by_hand(target).temporaries
     assert ".remat" not in plan.compiled.as_text()  # what XLA recomputes by itself
+
+
+@pytest.mark.compiler
+@needs_cuda
+def test_a_compiler_that_would_put_gradients_off_takes_what_is_simulated():
+    """Without ties XLA:GPU holds 2.4 % more temporaries here."""
+    config = dataclasses.replace(find("gpt2"), width=256, heads=4, length=256, vocab=16384)
+    case = config.case("gpt2", jdelta.remat)
+    again = "attn/exp random_bits ln_1/mul ln_1/sub_1 mlp/mul mul_3 mul_4 one_minus_square tanh"
+    products = (f"{name}/dot_general" for name in ("qkv", "bhqk", "proj", "ff1", "ff2"))
+    again = [*again.split(), *products]
+    pin = {"*": "save"} | {f"*{name}": "recompute" for name in again}
+    plan = jdelta.plan(
+        *(case.step, "900MiB", case.state, case.batch),
+        target="cuda:h100",
+        donate_argnums=0,
+        pin=pin,
+    )
+    temporaries = plan.compiled_peak - size(case.state, case.batch)
+    assert abs(plan.predicted_peak - plan.compiled_peak) < 0.01 * temporaries
 
 
 @pytest.mark.compiler
