@@ -211,7 +211,7 @@ class _Place:
         stack = _jax.name_stack(eqn)
         path = scope_path(stack)  # of an inlined body: sometimes whole, sometimes relative
         return _Place(
-            self.backward or "transpose(" in stack,
+            self.backward or _jax.is_backward(eqn),
             self.differentiated or "jvp(" in stack,
             self.again or RECOMPUTE in stack,
             path if path[: len(self.scope)] == self.scope else (*self.scope, *path),

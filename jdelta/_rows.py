@@ -80,8 +80,7 @@ def _loop(eqn: Eqn, inputs: Sequence[Any]) -> list[Any]:
     stacks = [x.rows if isinstance(x, _Parts) else x for x in loop.xs]
     alike = list({id(x): x for x in stacks}.values())  # each crosses into the loop once
     places = [next(i for i, x in enumerate(alike) if x is stack) for stack in stacks]
-    is_backward = "transpose(" in _jax.name_stack(eqn)
-    units = _units(_jax.open_jaxpr(loop.body).eqns) if is_backward else ()
+    units = _units(_jax.open_jaxpr(loop.body).eqns) if _jax.is_backward(eqn) else ()
     waits = len({*units} - {""}) > 1
     crossing = [None if waits and not _jax.on_host(jax.typeof(x)) else x for x in alike]
 

@@ -13,8 +13,9 @@ is evaluated once more, and is the same program but for its timing:
 - TPUs undo what such barriers say, so copies go to slots of host arrays there, and a fetch reads
   at an index computed from those results: see ``_stacks.py``.
 - The results of a backward unit share one barrier, so that gradients of weights are not put off
-  while what they are made from stays in memory. Sums, such as gradients of biases, are left alone:
-  XLA fuses them with what they sum (0.5 % of ResNet-50's step, by the compiled instructions).
+  while what they are made from stays in memory. So do those of weights outside of units (a head's)
+  and what the next unit or backward loop begins with. Sums, such as gradients of biases, are left
+  alone: XLA fuses them with what they sum (0.5 % of ResNet-50's step, by compiled instructions).
 - Loops do both one iteration apart: see ``_pipeline.py``. Loops around forward and backward pass
   (micro-batches) are timed inside.
 
@@ -49,9 +50,9 @@ TIMED = frozenset({"cuda", "tpu"})
 
 TIED = frozenset({"cuda"})
 """Platforms where copies are tied to other values and forward loops write late: a TPU undoes
-offload behind barriers, and runs copies to the host beside compute by itself. Units outside of
-loops are timed there even if nothing is offloaded: XLA:GPU put off gradients of the weights of all
-layers of some plans of GPT-2, 10 % of their temporaries."""
+offload behind barriers, and runs copies to the host beside compute by itself. Gradients of weights
+are tied there even if nothing is offloaded: XLA:GPU put off those of all layers of some plans of an
+unrolled GPT-2, and those of the head over the whole backward loop: 10 % of their temporaries."""
 
 IN_FLIGHT = 2
 """Copies to the host that XLA has under way at a time."""
@@ -84,7 +85,7 @@ def is_timed(closed: Jaxpr, platform: str, *, offloads: bool) -> bool:
         platform: Platform of the target.
         offloads: Whether the policy puts anything on the host.
     """
-    return platform in TIMED if offloads else platform in TIED and _has_units(closed)
+    return platform in TIMED if offloads else platform in TIED and _has_regions(closed)
 
 
 def timed(
@@ -126,6 +127,7 @@ class _Timing:
         clock: Prices what can hide a transfer.
         least: Whether nothing is fetched ahead of its use.
         eqns: The program's equations.
+        read: What they read, and what the program results in.
         units: Indices of the backward units, in program order.
         needs: Host values that each backward unit is the first to fetch.
         elapsed: Seconds of compute before each equation up to the first backward unit.
@@ -138,7 +140,8 @@ class _Timing:
         ties: From an index to a result of that equation and the host values to tie to it.
         starts: From an index to a result of that equation and the copies (by index) to start after.
         late: Host stacks that may be written late, since only one loop fetches them, in reverse.
-        early: Gradients that are there before the first backward unit.
+        early: Gradients, and what a backward unit or loop (by its index) begins with once all of
+            them are there.
         stacked: Host values that get slots of host arrays, by backward unit.
         results: Of each backward unit, what ends together.
     """
@@ -147,6 +150,7 @@ class _Timing:
     clock: Clock
     least: bool
     eqns: list[Eqn] = field(init=False)
+    read: set[Var] = field(init=False)
     units: list[int] = field(init=False)
     needs: list[list[Var]] = field(init=False)
     elapsed: list[float] = field(init=False)
@@ -157,12 +161,15 @@ class _Timing:
     ties: dict[int, tuple[Var, list[Var]]] = field(init=False, default_factory=dict)
     starts: dict[int, tuple[Var, list[int]]] = field(init=False, default_factory=dict)
     late: frozenset[Var] = field(init=False)
-    early: list[Var] = field(init=False)
+    early: dict[int, list[Var]] = field(init=False)
     stacked: list[list[Var]] = field(init=False)
     results: list[list[Var]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.eqns = list(_jax.open_jaxpr(self.program).eqns)
+        inner = _jax.open_jaxpr(self.program)
+        self.eqns = list(inner.eqns)
+        self.read = set(filter(_jax.is_var, inner.outvars))
+        self.read.update(v for eqn in self.eqns for v in eqn.invars if _jax.is_var(v))
         self.units = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
         self.needs = self._needs()
         self.elapsed = self._elapsed()
@@ -291,25 +298,26 @@ class _Timing:
         made.difference_update(filter(_jax.is_var, _jax.open_jaxpr(self.program).outvars))
         return [[v for v in hosts if v in made] for hosts in self.needs]
 
-    def _early(self) -> list[Var]:
-        """Gradients that are there before the first backward unit, and only read after all units.
+    def _early(self) -> dict[int, list[Var]]:
+        """Tie gradients to what comes next, where only what follows all units and loops reads them.
 
-        Such as those of a head's weights, made of values that are large. They depend on what goes
-        to the host. What a stem before all units keeps for itself does not: it is left alone, so
-        that XLA may fuse it into its readers.
+        Such as those of a head's weights, made of values that are large. What a stem before all
+        units keeps for itself is none: it is left alone, so that XLA may fuse it into its readers.
         """
-        if not self.units:
-            return []
-        forward, last = self.eqns[: self.units[0]], self.units[-1]
-        read = {v for eqn in self.eqns[: last + 1] for v in eqn.invars if _jax.is_var(v)}
-        later = {v for eqn in self.eqns[last + 1 :] for v in eqn.invars if _jax.is_var(v)}
-        above = {e.invars[0] for e in forward if _transfer.crosses_to_host(e)}
-        above.update(v for e in forward if any(map(_is_host, e.outvars)) for v in e.outvars)
-        for index in _jax.dependents(forward, above):
-            above.update(forward[index].outvars)
-        waiting = (above & later) - read
-        made = [v for eqn in forward for v in eqn.outvars]  # in their order
-        return [v for v in made if v in waiting and not _is_host(v)]
+        loops = [i for i, eqn in enumerate(self.eqns) if _is_backward_loop(eqn)]
+        regions = sorted([*self.units, *(loops if self.tied else ())])
+        last = max(regions, default=-1)
+        before = {v for eqn in self.eqns[: last + 1] for v in eqn.invars if _jax.is_var(v)}
+        early: dict[int, list[Var]] = {}
+        for begin, end in itertools.pairwise([-1, *regions]):
+            eqns = self.eqns[begin + 1 : end]
+            made = [v for eqn in eqns if _jax.is_backward(eqn) for v in eqn.outvars]
+            waiting = (set(made) & self.read) - before - _sums(eqns)
+            gradients = [v for v in made if v in waiting and not _is_host(v)]  # in their order
+            start = _start(self.eqns[end])
+            if gradients and start:
+                early[end] = [*start, *gradients]
+        return early
 
     def _late(self) -> frozenset[Var]:
         readers: dict[Var, list[Eqn]] = defaultdict(list)
@@ -329,7 +337,7 @@ class _Timing:
         """What is read later, but for sums that no unit reads."""
         units = [self.eqns[index] for index in self.units]
         passed_on = {v for unit in units for v in unit.invars if _jax.is_var(v)}
-        tied = passed_on | _variables_read(self.program).difference(*map(_sums, units))
+        tied = passed_on | self.read.difference(*map(_summed, units))
         return [[v for v in unit.outvars if v in tied] for unit in units]
 
     def _stops(self) -> dict[int, Var]:
@@ -400,6 +408,7 @@ class _Evaluation:
         late = [index for _, copies in timing.starts.values() for index in copies]
         instead.update((index, lambda _: [None]) for index in late)
         passed = {*timing.ties, *timing.starts, *(timing.head or ())[:1]}
+        passed.update(region - 1 for region in timing.early)
         after = {index: functools.partial(self._passed, index) for index in passed}
         return _jax.evaluate_with(timing.program, args, instead, after)
 
@@ -415,6 +424,8 @@ class _Evaluation:
             env[eqn.outvars[0]] = jax.device_put(away, jax.memory.Space.Host)
         if timing.head and timing.head[0] == index:
             self._fetch(HEAD, [timing.head[1]], env)
+        if index + 1 in timing.early:
+            _tie(timing.early[index + 1], env)
 
     def _forward_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
         values, late = forward_loop(
@@ -427,8 +438,10 @@ class _Evaluation:
         return backward_loop(eqn, _jax.read(env, eqn.invars), self.late, self.timing.clock)
 
     def _is_outer(self, loop: Eqn) -> bool:
+        """Whether a loop has forward and backward pass in it, or transfers only it knows of."""
         body, platform = loop.params["jaxpr"], self.timing.clock.platform
-        return is_timed(body, platform, offloads=_transfer.has_transfers(body))
+        offloads = _transfer.has_transfers(body)
+        return offloads or (not _jax.is_backward(loop) and is_timed(body, platform, offloads=False))
 
     def _outer_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
         """A loop with forward and backward pass in it: each iteration is timed by itself."""
@@ -446,8 +459,8 @@ class _Evaluation:
     def _unit(self, eqn: Eqn, number: int, env: _jax.Env) -> list[Any]:
         """A backward unit: fetches for later ones begin with it, its results end together."""
         if number == 0:
-            last = [v for v in eqn.invars if _jax.is_var(v) and not _is_host(v)][-1]
-            self._fetch(0, [last, *self.timing.early], env)
+            index = self.timing.units[0]
+            self._fetch(0, self.timing.early.get(index) or _start(eqn), env)
         body, _ = _transfer.with_fetched_inputs(_jax.subjaxpr(eqn))
         inputs = [
             self.device[v] if _is_host(v) and v in self.device else x
@@ -494,11 +507,13 @@ def _tie(names: Sequence[Var], env: _jax.Env) -> None:
     env.update(zip(names, values, strict=True))
 
 
-def _has_units(closed: Jaxpr) -> bool:
-    """Whether there are backward units in a program, loops looked into."""
+def _has_regions(closed: Jaxpr) -> bool:
+    """Whether there are backward units or loops in a program, other loops looked into."""
     return any(
-        _jax.is_shielded(eqn) or any(map(_has_units, _jax.subjaxprs(eqn)))
-        for eqn in _jax.open_jaxpr(closed).eqns
+        _jax.is_shielded(eqn)
+        or _is_backward_loop(eqn)
+        or (eqn.primitive.name == "scan" and _has_regions(eqn.params["jaxpr"]))
+        for eqn in _jax.open_jaxpr(_jax.inline(closed)).eqns
     )
 
 
@@ -506,23 +521,35 @@ def _is_product(eqn: Eqn) -> bool:
     return eqn.primitive.name in MATMULS
 
 
-def _sums(unit: Eqn) -> set[Var]:
+def _summed(unit: Eqn) -> set[Var]:
     """What a backward unit results in that it sums up from what it computes."""
     body = _jax.open_jaxpr(_jax.inline(_jax.subjaxpr(unit)))
+    results, sums = zip(unit.outvars, body.outvars, strict=True), _sums(body.eqns)
+    return {v for v, inner in results if _jax.is_var(inner) and inner in sums}
+
+
+def _sums(eqns: Sequence[Eqn]) -> set[Var]:
+    """What some equations of a flat program sum up."""
     sums: set[Var] = set()
-    for eqn in body.eqns:
+    for eqn in eqns:
         is_same = eqn.primitive.name in _SAME and _jax.is_var(eqn.invars[0])
         if eqn.primitive.name == "reduce_sum" or (is_same and eqn.invars[0] in sums):
             sums.update(eqn.outvars)
-    results = zip(unit.outvars, body.outvars, strict=True)
-    return {v for v, inner in results if _jax.is_var(inner) and inner in sums}
+    return sums
+
+
+def _is_backward_loop(eqn: Eqn) -> bool:
+    return eqn.primitive.name == "scan" and _jax.is_backward(eqn)
+
+
+def _start(region: Eqn) -> list[Var]:
+    """What a backward unit or loop on the device has to have before it begins."""
+    on_device = [v for v in region.invars if _jax.is_var(v) and not _is_host(v)]
+    if not _is_backward_loop(region):
+        return on_device[-1:]
+    carried = Scan.of(region, region.invars).carry
+    return [v for v in carried if _jax.is_var(v) and not _is_host(v)]
 
 
 def _is_host(atom: Any) -> bool:
     return _jax.is_var(atom) and _jax.on_host(atom.aval)
-
-
-def _variables_read(program: Jaxpr) -> set[Var]:
-    inner = _jax.open_jaxpr(program)
-    read = {v for eqn in inner.eqns for v in eqn.invars if _jax.is_var(v)}
-    return read | {v for v in inner.outvars if _jax.is_var(v)}

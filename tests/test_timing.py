@@ -20,7 +20,7 @@ from jdelta._pipeline import Clock
 from jdelta._policy import Policy
 from jdelta._region import Session
 from jdelta._target import resolve
-from jdelta._timing import HEAD, IN_FLIGHT, TIMED, _Timing, timed
+from jdelta._timing import HEAD, IN_FLIGHT, _Timing, timed
 from jdelta._trace import trace
 
 TARGET = resolve("tpu:v5e:2x2")
@@ -218,7 +218,8 @@ def with_stem(ws, x):
 def test_gradients_of_the_head_come_before_the_first_fetch_and_the_stem_is_let_be():
     args = list(stacked(5)), jax.random.normal(jax.random.key(1), (4, 8))
     timing = timing_of(with_stem, args, ("*/tanh",))
-    (early,) = timing.early
+    ((region, (_, early)),) = timing.early.items()
+    assert region == timing.units[0]
     maker = next(eqn for eqn in timing.eqns if early in eqn.outvars)
     assert maker.primitive.name in ("dot_general", "transpose")
     assert early.aval.shape == (8, 8)  # what the stem keeps has four rows
@@ -371,10 +372,36 @@ def test_gradients_of_weights_are_not_put_off_and_sums_are_left_to_the_compiler(
     assert ends == [[(4, 8), (8, 8)]] * 2 + [[(8, 8)]]  # none with the bias's, (8,)
 
 
-def test_loops_over_layers_are_as_they_were_where_nothing_is_offloaded():
-    x = jax.random.normal(jax.random.key(1), (4, 8))
-    staged, _ = offloading(looped(), (stacked(3), x), away=())
-    assert not any(_timing.is_timed(staged, platform, offloads=False) for platform in TIMED)
+def with_ends(unit, nested):
+    """Scanned layers between stem and head; ``nested`` jits are around the loss and the head."""
+
+    def loss(ws, x):
+        def head(y):
+            return jnp.mean((y @ ws["head"] + ws["bias"]) ** 2)
+
+        y, _ = jax.lax.scan(lambda x, w: (unit(w, x), None), jnp.tanh(x @ ws["stem"]), ws["layers"])
+        return (jax.jit(head) if nested > 1 else head)(y)
+
+    return jax.value_and_grad(jax.jit(loss) if nested else loss)
+
+
+@pytest.mark.parametrize("around", [lambda step: step, micro_batches])
+@pytest.mark.parametrize("nested", [0, 1, 2])
+def test_gradients_of_the_head_are_there_before_the_backward_loop(nested, around):
+    layers = stacked(4)
+    ws = {"stem": layers[0], "layers": layers[1:], "head": layers[0, :, :5], "bias": jnp.ones(5)}
+    step = around(with_ends(layer, nested))
+    args = ws, jax.random.normal(jax.random.key(1), (3, 4, 8)[around is not micro_batches :])
+    staged, _ = offloading(step, args, away=())
+    assert _timing.is_timed(staged, "cuda", offloads=False)
+    assert not _timing.is_timed(staged, "tpu", offloads=False)
+    run = timed(staged, TARGET.rates, "cuda")
+    results, expected = run(*jax.tree.leaves(args)), jax.tree.leaves(step(*args))
+    for value, other in zip(results, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=2e-5, atol=1e-6)
+    jaxpr = jax.make_jaxpr(run)(*jax.tree.leaves(args))
+    (tie,) = (e for e in _jax.equations(jaxpr) if e.primitive.name == "optimization_barrier")
+    assert [v.aval.shape for v in tie.outvars] == [(4, 8), (8, 5)]  # the cotangent, the gradient
 
 
 AMPERE = pytest.param("cuda:a100", marks=needs_cuda)

@@ -39,6 +39,7 @@ from jdelta._jax.equation import REGION as REGION
 from jdelta._jax.equation import barrier_equation as barrier_equation
 from jdelta._jax.equation import complex_equation as complex_equation
 from jdelta._jax.equation import in_scope as in_scope
+from jdelta._jax.equation import is_backward as is_backward
 from jdelta._jax.equation import manual_axes as manual_axes
 from jdelta._jax.equation import name_stack as name_stack
 from jdelta._jax.equation import part_equations as part_equations

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jdelta._jax.checkpoint import is_shielded, plain, remat3_body
-from jdelta._jax.equation import REGION
+from jdelta._jax.equation import REGION, is_backward, within
 from jdelta._jax.programs import Eqn, Jaxpr, consts_of, open_jaxpr, rebuild
 from jdelta._jax.values import Atom, Var, is_var, new_var
 
@@ -108,7 +108,7 @@ def inline(closed: Jaxpr) -> Jaxpr:
             became[var] = new_var(var.aval)
             new_consts[became[var]] = value
         became.update(zip(inner.invars, map(now, eqn.invars), strict=True))
-        visit(inner.eqns)
+        visit([within(e, eqn) for e in inner.eqns] if is_backward(eqn) else inner.eqns)
         became.update(zip(eqn.outvars, map(now, inner.outvars), strict=True))
 
     inner = open_jaxpr(closed)

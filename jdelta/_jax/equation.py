@@ -27,6 +27,20 @@ def name_stack(eqn: Eqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
+def is_backward(eqn: Eqn) -> bool:
+    """Whether differentiation in reverse made the equation."""
+    return "transpose(" in name_stack(eqn)
+
+
+def within(eqn: Eqn, call: Eqn) -> Eqn:
+    """An equation of the body of a backward call, known to be backward too."""
+    if is_backward(eqn):
+        return eqn
+    info = eqn.source_info
+    stack = call.source_info.name_stack + info.name_stack
+    return eqn.replace(source_info=info.replace(name_stack=stack))
+
+
 def in_scope(eqn: Eqn, scope: str) -> Eqn:
     """An equation as if it was traced under one more scope."""
     info = eqn.source_info
