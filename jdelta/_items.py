@@ -81,12 +81,6 @@ class Items:
                 items.append(_part_of(item, number, count, sources))
         return replace(self.problem, items=tuple(items))
 
-    def smallest(self, room: float) -> frozenset[str]:
-        """The names of the smallest items, as many as take ``room`` bytes together."""
-        items = sorted(self.problem.items, key=lambda item: item.bytes)
-        totals = itertools.accumulate(item.bytes for item in items)
-        return frozenset(i.name for i, total in zip(items, totals, strict=True) if total <= room)
-
     def without(self, *ways: Decision) -> Items:
         """The same problem with nothing moved these ways but what is pinned, and boundaries."""
         closed = tuple(_without(item, *ways) for item in self.problem.items)

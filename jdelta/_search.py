@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jdelta._budget import Budget
@@ -52,16 +52,6 @@ CLOSE = 0.02
 
 NEXT_TO_NOTHING = 0.02
 """Part of the budget that may be kept where as much as possible is to leave."""
-
-LEAN = {"cuda": 0.0025}
-"""By platform, part of the peak that the smallest residuals may take where all else is recomputed.
-XLA's peak in MiB with all of them recomputed, and with those kept: on CUDA 4578 and 4295 (Llama),
-5055 and 4916 (GPT-2), 7459 and 7485 (ViT), 2005 and 2013 (ResNet-50); on TPU v5p 3516 and 3806,
-3655 and 3655 (the first two), so not there (jax 0.12.0.1)."""
-
-LEANER = 1.01
-"""How much of the budget a floor with those kept may take for one without to be tried. That would
-take little less: 0.4 % at most, above."""
 
 GROUPS = {"cuda": (2, 3, 4), "tpu": (2, 3, 4)}
 """By platform, layers that an iteration of a loop may run; more would make larger programs for less
@@ -182,32 +172,23 @@ class Search:
             self._compiles.count,
         )
 
-    def _floor(self, kept: Collection[str] = (), *, least: bool = False) -> Candidate:
-        """Everything else recomputed, not compiled; with ``least``, nothing spent on overlap."""
-        items = self.items.problem.items
-        chosen = [Decision.SAVE if i.name in kept else Decision.RECOMPUTE for i in items]
-        decisions = self.items.decisions(chosen)
+    def _floor(self, *, least: bool = False) -> Candidate:
+        """Everything recomputed, not compiled; with ``least``, nothing spent on overlap."""
+        decisions = self.items.decisions([Decision.RECOMPUTE] * len(self.items.problem.items))
         return self._priced(decisions, Outcome.HEURISTIC, self._policy(decisions, least=least))
 
     def _compiled_floor(self, bound: int) -> Candidate:
         """The plan with the least peak; if need be what enters the units is on the host too.
 
-        On CUDA the smallest residuals are kept, unless the budget is missed by so little that
-        nothing kept may do. Where files are at hand, as much of the rest as is quicker than
-        recompute leaves: what a CPU recomputes for a unit may take more memory than the same values
-        that come back from files.
+        Where files are at hand, as much as is quicker than recompute leaves: what a CPU recomputes
+        for a unit may take more memory than the same values that come back from files.
 
         Raises:
             BudgetError: It does not fit.
         """
-        bare = self._floor()
-        kept = self.items.smallest(LEAN.get(self.step.target.platform, 0.0) * bare.predicted)
-        floor = self._compile(self._floor(kept))
-        if kept and bound < floor.peak and (floor.peak < LEANER * bound or not self.items.deep):
-            bare = self._compile(bare)
-            floor, kept = min((floor, kept), (bare, frozenset[str]()), key=lambda way: way[0].peak)
+        floor = self._compile(self._floor())
         if floor.peak > bound and self.items.deep:
-            floor = self._deep_floor(floor, kept)
+            floor = self._deep_floor(floor)
         if floor.peak > bound and self.step.store:
             spilled = self._tried(self._next_to_nothing_kept(bound))
             floor = spilled if spilled and spilled.peak < floor.peak else floor
@@ -215,14 +196,14 @@ class Search:
             raise too_small(bound, floor, self.items.residuals, self.step.target.platform)
         return floor
 
-    def _deep_floor(self, floor: Candidate, kept: Collection[str]) -> Candidate:
+    def _deep_floor(self, floor: Candidate) -> Candidate:
         """The least peak with what enters the units on the host too, nothing spent on overlap.
 
         Larger plans, in which transfers are timed again, may put it there as well.
         """
         near, self.items = self.items, self.items.with_boundaries()
         with contextlib.suppress(OffloadError, SpillError):
-            deep = self._compile(self._floor(kept, least=True))
+            deep = self._compile(self._floor(least=True))
             if not self._offload_failed(deep) and deep.peak < floor.peak:
                 return deep
         self.items = near
