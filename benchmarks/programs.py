@@ -13,7 +13,7 @@ from benchmarks.models import Case
 from benchmarks.record import Row
 from jdelta._call import call_of
 from jdelta._cost import program_seconds
-from jdelta._emit import emit
+from jdelta._emit import Step, emit
 from jdelta._graph import Graph, graph_of
 from jdelta._hlo import Computation, Module, parse
 from jdelta._loop import read_loop
@@ -21,9 +21,10 @@ from jdelta._marks import NOTHING, Computed
 from jdelta._measure import Measurement, measure
 from jdelta._overlap import read_overlap
 from jdelta._planned import step_of
+from jdelta._policy import Policy
 from jdelta._shardy import shardings_of
 from jdelta._target import Target, resolve
-from jdelta._trace import walk
+from jdelta._trace import trace, walk
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,16 @@ def traced(case: Case, target: str) -> Program:
     lower = functools.partial(staged.lower, lowering_platforms=(where.platform,))
     shardings = shardings_of(staged.jaxpr, placed, where.platform)
     return Program(graph_of(staged.jaxpr, shardings), lower, where)
+
+
+def recomputed(case: Case, target: str) -> Program:
+    """The step of a case, built with `jdelta.remat`, with everything in its units recomputed."""
+    where = resolve(target)
+    args = where.abstract((case.state, case.batch))
+    found = trace(case.step, *args)
+    step = Step(case.step, args, (0,), where, found.aliases)
+    emission = emit(step, Policy.of({}, found.loops, where.platform))
+    return Program(emission.timeline.graph, emission.lower, where, emission.options)
 
 
 def planned(case: Case, plan: jdelta.Plan) -> Program:

@@ -14,8 +14,9 @@ is evaluated once more, and is the same program but for its timing:
   at an index computed from those results: see ``_stacks.py``.
 - The results of a backward unit share one barrier, so that gradients of weights are not put off
   while what they are made from stays in memory. So do those of weights outside of units (a head's)
-  and what the next unit or backward loop begins with. Sums, such as gradients of biases, are left
-  alone: XLA fuses them with what they sum (0.5 % of ResNet-50's step, by compiled instructions).
+  and what the next unit or backward loop begins with. Where units offload nothing, sums, such as
+  gradients of biases, are left alone: XLA fuses them with what they sum (0.5 % of ResNet-50's step,
+  by compiled instructions). Where they do, it may put them off too (an MLP: 1.5 GiB of 5.4).
 - Loops do both one iteration apart: see ``_pipeline.py``. Loops around forward and backward pass
   (micro-batches) are timed inside.
 
@@ -130,6 +131,7 @@ class _Timing:
         read: What they read, and what the program results in.
         units: Indices of the backward units, in program order.
         needs: Host values that each backward unit is the first to fetch.
+        offloads: Whether anything goes to the host for a unit.
         elapsed: Seconds of compute before each equation up to the first backward unit.
         head: Where in the head the first backward unit's values are fetched: the index of an
             equation, and its result that they wait for.
@@ -142,6 +144,7 @@ class _Timing:
         late: Host stacks that may be written late, since only one loop fetches them, in reverse.
         early: Gradients, and what a backward unit or loop (by its index) begins with once all of
             them are there.
+        wide: From a gradient among these to what it is converted to.
         stacked: Host values that get slots of host arrays, by backward unit.
         results: Of each backward unit, what ends together.
     """
@@ -153,15 +156,17 @@ class _Timing:
     read: set[Var] = field(init=False)
     units: list[int] = field(init=False)
     needs: list[list[Var]] = field(init=False)
-    elapsed: list[float] = field(init=False)
-    head: tuple[int, Var] | None = field(init=False)
-    fetches: dict[int, list[Var]] = field(init=False)
+    offloads: bool = field(init=False)
+    elapsed: list[float] = field(init=False, default_factory=list)
+    head: tuple[int, Var] | None = field(init=False, default=None)
+    fetches: dict[int, list[Var]] = field(init=False, default_factory=dict)
     written: float = field(init=False, default=0.0)
     is_bound: bool = field(init=False, default=False)
     ties: dict[int, tuple[Var, list[Var]]] = field(init=False, default_factory=dict)
     starts: dict[int, tuple[Var, list[int]]] = field(init=False, default_factory=dict)
     late: frozenset[Var] = field(init=False)
     early: dict[int, list[Var]] = field(init=False)
+    wide: dict[Var, Var] = field(init=False, default_factory=dict)
     stacked: list[list[Var]] = field(init=False)
     results: list[list[Var]] = field(init=False)
 
@@ -172,10 +177,12 @@ class _Timing:
         self.read.update(v for eqn in self.eqns for v in eqn.invars if _jax.is_var(v))
         self.units = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
         self.needs = self._needs()
-        self.elapsed = self._elapsed()
-        self._time_copies()
-        self.head = self._head() if self.tied and not self.least else None
-        self.fetches = self._fetches()
+        self.offloads = any(self.needs) or any(map(_transfer.crosses_to_host, self.eqns))
+        if self.offloads:  # else there is nothing to time, and pricing takes long
+            self.elapsed = self._elapsed()
+            self._time_copies()
+            self.head = self._head() if self.tied and not self.least else None
+            self.fetches = self._fetches()
         self.late = self._late() if self.tied else frozenset()
         self.early = self._early()
         self.stacked = [] if self.tied else self._stacked()
@@ -312,11 +319,13 @@ class _Timing:
         for begin, end in itertools.pairwise([-1, *regions]):
             eqns = self.eqns[begin + 1 : end]
             made = [v for eqn in eqns if _jax.is_backward(eqn) for v in eqn.outvars]
-            waiting = (set(made) & self.read) - before - _sums(eqns)
+            waiting = (set(made) & self.read) - before
+            waiting -= set() if self.offloads else _sums(eqns)
             gradients = [v for v in made if v in waiting and not _is_host(v)]  # in their order
-            start = _start(self.eqns[end])
+            start, narrow = _start(self.eqns[end]), _widened(eqns)
             if gradients and start:
-                early[end] = [*start, *gradients]
+                early[end] = [*start, *(narrow.get(v, v) for v in gradients)]
+                self.wide.update((narrow[v], v) for v in gradients if v in narrow)
         return early
 
     def _late(self) -> frozenset[Var]:
@@ -334,10 +343,11 @@ class _Timing:
         )
 
     def _results(self) -> list[list[Var]]:
-        """What is read later, but for sums that no unit reads."""
+        """What is read later; where nothing is offloaded, but for sums that no unit reads."""
         units = [self.eqns[index] for index in self.units]
         passed_on = {v for unit in units for v in unit.invars if _jax.is_var(v)}
-        tied = passed_on | self.read.difference(*map(_summed, units))
+        sums = () if self.offloads else map(_summed, units)
+        tied = passed_on | self.read.difference(*sums)
         return [[v for v in unit.outvars if v in tied] for unit in units]
 
     def _stops(self) -> dict[int, Var]:
@@ -425,7 +435,9 @@ class _Evaluation:
         if timing.head and timing.head[0] == index:
             self._fetch(HEAD, [timing.head[1]], env)
         if index + 1 in timing.early:
-            _tie(timing.early[index + 1], env)
+            early = timing.early[index + 1]
+            _tie(early, env)
+            _widen({timing.wide[v]: v for v in early if v in timing.wide}, env)
 
     def _forward_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
         values, late = forward_loop(
@@ -438,7 +450,7 @@ class _Evaluation:
         return backward_loop(eqn, _jax.read(env, eqn.invars), self.late, self.timing.clock)
 
     def _is_outer(self, loop: Eqn) -> bool:
-        """Whether a loop has forward and backward pass in it, or transfers only it knows of."""
+        """Whether the body of a loop is timed by itself, as that of a loop over micro-batches."""
         body, platform = loop.params["jaxpr"], self.timing.clock.platform
         offloads = _transfer.has_transfers(body)
         return offloads or (not _jax.is_backward(loop) and is_timed(body, platform, offloads=False))
@@ -466,9 +478,11 @@ class _Evaluation:
             self.device[v] if _is_host(v) and v in self.device else x
             for v, x in zip(eqn.invars, _jax.read(env, eqn.invars), strict=True)
         ]
+        body, is_narrow = _narrowed(body)
         results = _jax.evaluate(body, *lax.optimization_barrier(inputs))
         env.update(zip(eqn.outvars, results, strict=True))
         self._fetch(number + 1, self.timing.results[number], env)
+        _widen({v: v for v, narrow in zip(eqn.outvars, is_narrow, strict=True) if narrow}, env)
         return [env[v] for v in eqn.outvars]
 
     def _fetch(self, number: int, after: Sequence[Var], env: _jax.Env) -> None:
@@ -505,6 +519,35 @@ def _tie(names: Sequence[Var], env: _jax.Env) -> None:
     names = list(dict.fromkeys(names))
     values = lax.optimization_barrier([env[v] for v in names])
     env.update(zip(names, values, strict=True))
+
+
+def _widen(names: Mapping[Var, Var], env: _jax.Env) -> None:
+    """Convert values to the type of a variable: from that to the one whose value it is."""
+    for wide, narrow in names.items():
+        env[wide] = lax.convert_element_type(env[narrow], wide.aval.dtype)
+
+
+def _narrowed(body: Jaxpr) -> tuple[Jaxpr, list[bool]]:
+    """A program without its last conversions to wider types, and which results lack one.
+
+    Behind a barrier gradients would take memory in both types: that of computing, and the weights'.
+    """
+    inner = _jax.open_jaxpr(body)
+    narrow = _widened(inner.eqns)
+    results = [narrow.get(v, v) if _jax.is_var(v) else v for v in inner.outvars]
+    is_narrow = [v is not result for v, result in zip(inner.outvars, results, strict=True)]
+    return _jax.rebuild(body, inner.eqns, results), is_narrow
+
+
+def _widened(eqns: Sequence[Eqn]) -> dict[Var, Var]:
+    """What some equations convert to a type of more bytes: from that to what they convert."""
+    conversions = (eqn for eqn in eqns if eqn.primitive.name == "convert_element_type")
+    pairs = ((eqn.outvars[0], eqn.invars[0]) for eqn in conversions)
+    return {v: x for v, x in pairs if _jax.is_var(x) and _itemsize(x) < _itemsize(v)}
+
+
+def _itemsize(v: Var) -> int:
+    return v.aval.dtype.itemsize
 
 
 def _has_regions(closed: Jaxpr) -> bool:

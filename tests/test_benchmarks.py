@@ -34,14 +34,14 @@ from benchmarks import (
     throttled,
     unmarked,
 )
-from benchmarks.xla import dropout
+from benchmarks.xla import dropout, gradients
 from jdelta import _largest
 from jdelta._files import Scope, hidden_scopes
 from tests.versions import fails_in_jax_0_10_with_remat3
 
 SCRIPTS = [
-    *(budgets, device, dropout, hand_policies, max_batch, offload, per_layer, savings, simulation),
-    *(compiled_order, resident, rok, small_order, throttled, unmarked),
+    *(budgets, device, dropout, gradients, hand_policies, max_batch, offload, per_layer, savings),
+    *(compiled_order, resident, rok, simulation, small_order, throttled, unmarked),
 ]
 STEP = {"step": "tiny", "target": "cpu"}
 

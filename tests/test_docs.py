@@ -101,6 +101,7 @@ TABLES = {
     "budgets-cuda-h100": "budgets",
     "budgets-tpu-v5e": "budgets",
     "sweep": "budgets",
+    "gradients": "xla.gradients",
     "random_bits": "xla.random_bits",
     "transfers": "xla.transfers",
     **{name: name for name in SAME_NAME},

@@ -404,6 +404,32 @@ def test_gradients_of_the_head_are_there_before_the_backward_loop(nested, around
     assert [v.aval.shape for v in tie.outvars] == [(4, 8), (8, 5)]  # the cotangent, the gradient
 
 
+@jdelta.remat
+def mixed(w, x):
+    return jnp.sin(x @ w.astype(x.dtype))
+
+
+def test_gradients_wait_in_the_type_that_they_are_computed_in():
+    def loss(ws, x):
+        for w in ws[:-1]:
+            x = mixed(w, x)
+        return jnp.mean((x @ ws[-1].astype(x.dtype)).astype(jnp.float32) ** 2)
+
+    step = jax.value_and_grad(loss)
+    args = list(stacked(4)), jax.random.normal(jax.random.key(1), (4, 8), jnp.bfloat16)
+    staged, _ = offloading(step, args, away=())
+    run = timed(staged, TARGET.rates, "cuda")
+    for value, other in zip(run(*jax.tree.leaves(args)), jax.tree.leaves(step(*args)), strict=True):
+        assert value.dtype == other.dtype == jnp.float32
+        np.testing.assert_allclose(value, other, rtol=1e-2, atol=1e-4)
+    jaxpr = jax.make_jaxpr(run)(*jax.tree.leaves(args))
+    eqns = _jax.open_jaxpr(jaxpr).eqns
+    ties = [e.outvars for e in eqns if e.primitive.name == "optimization_barrier"]
+    tied = [v.aval.dtype for tie in ties for v in tie if v.aval.shape == (8, 8)]
+    assert tied.count(jnp.float32) == 3  # the weights that enter the units
+    assert tied.count(jnp.bfloat16) >= 4  # the gradients of all weights
+
+
 AMPERE = pytest.param("cuda:a100", marks=needs_cuda)
 """Where XLA runs nothing beside compute unless it is told to."""
 
