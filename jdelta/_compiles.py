@@ -30,7 +30,7 @@ OUTLIER = 1.5
 
 LEAST_TRUST = 0.5
 """Part of the error of a simulation that is carried over to a plan with a far higher peak. In MiB
-the error was, at the floor and at 60 % of the plain peak: on CUDA 229 and 3 (GPT-2), 384 and 93
+the error was, at the floor and at 60 % of the plain peak: on CUDA 0 and 0 (GPT-2), 94 and 94
 (Llama), -183 and -66 (ResNet-50), -65 and -64 (BERT), -16 and -271 (MLP)."""
 
 
