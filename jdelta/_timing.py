@@ -14,9 +14,9 @@ is evaluated once more, and is the same program but for its timing:
   at an index computed from those results: see ``_stacks.py``.
 - The results of a backward unit share one barrier, so that gradients of weights are not put off
   while what they are made from stays in memory. So do those of weights outside of units (a head's)
-  and what the next unit or backward loop begins with. Where units offload nothing, sums, such as
-  gradients of biases, are left alone: XLA fuses them with what they sum (0.5 % of ResNet-50's step,
-  by compiled instructions). Where they do, it may put them off too (an MLP: 1.5 GiB of 5.4).
+  and what the next unit or backward loop begins with. Where units offload nothing, vectors, the
+  gradients of biases and scales, are left alone: XLA fuses the sums they are (1.3 % of ResNet-50's
+  step, by compiled instructions). Where they do, it may put them off too (an MLP: 1.5 GiB of 5.4).
 - Loops do both one iteration apart: see ``_pipeline.py``. Loops around forward and backward pass
   (micro-batches) are timed inside.
 
@@ -41,7 +41,7 @@ from jdelta import _jax, _transfer
 from jdelta._chips import Rates
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop
-from jdelta._primitives import MATMULS, VIEWS
+from jdelta._primitives import MATMULS
 from jdelta._scan import Scan
 from jdelta._shardy import UNSHARDED, Shardings
 from jdelta._stacks import Stacks
@@ -70,9 +70,6 @@ SLOT_SECONDS = 0.45e-3
 
 HEAD = -1
 """Number of the head among the backward units: it comes before the first."""
-
-_SAME = VIEWS | {"convert_element_type"}
-"""What a sum may go through."""
 
 MOST_AHEAD = 3
 """Units that a transfer may be ahead of its use, or lag behind its producer."""
@@ -320,8 +317,7 @@ class _Timing:
             eqns = self.eqns[begin + 1 : end]
             made = [v for eqn in eqns if _jax.is_backward(eqn) for v in eqn.outvars]
             waiting = (set(made) & self.read) - before
-            waiting -= set() if self.offloads else _sums(eqns)
-            gradients = [v for v in made if v in waiting and not _is_host(v)]  # in their order
+            gradients = [v for v in made if v in waiting and self._is_tied(v)]  # in their order
             start, narrow = _start(self.eqns[end]), _widened(eqns)
             if gradients and start:
                 early[end] = [*start, *(narrow.get(v, v) for v in gradients)]
@@ -343,12 +339,15 @@ class _Timing:
         )
 
     def _results(self) -> list[list[Var]]:
-        """What is read later; where nothing is offloaded, but for sums that no unit reads."""
+        """What is read later, and what units hand on in any case."""
         units = [self.eqns[index] for index in self.units]
-        passed_on = {v for unit in units for v in unit.invars if _jax.is_var(v)}
-        sums = () if self.offloads else map(_summed, units)
-        tied = passed_on | self.read.difference(*sums)
+        tied = {v for unit in units for v in unit.invars if _jax.is_var(v)}
+        tied.update(filter(self._is_tied, self.read))
         return [[v for v in unit.outvars if v in tied] for unit in units]
+
+    def _is_tied(self, gradient: Var) -> bool:
+        """Whether XLA would put off a gradient, and not fuse it with what it is a sum of."""
+        return not _is_host(gradient) and (self.offloads or gradient.aval.ndim > 1)
 
     def _stops(self) -> dict[int, Var]:
         """Values of the forward pass that are in memory anyway, and that its end depends on."""
@@ -562,23 +561,6 @@ def _has_regions(closed: Jaxpr) -> bool:
 
 def _is_product(eqn: Eqn) -> bool:
     return eqn.primitive.name in MATMULS
-
-
-def _summed(unit: Eqn) -> set[Var]:
-    """What a backward unit results in that it sums up from what it computes."""
-    body = _jax.open_jaxpr(_jax.inline(_jax.subjaxpr(unit)))
-    results, sums = zip(unit.outvars, body.outvars, strict=True), _sums(body.eqns)
-    return {v for v, inner in results if _jax.is_var(inner) and inner in sums}
-
-
-def _sums(eqns: Sequence[Eqn]) -> set[Var]:
-    """What some equations of a flat program sum up."""
-    sums: set[Var] = set()
-    for eqn in eqns:
-        is_same = eqn.primitive.name in _SAME and _jax.is_var(eqn.invars[0])
-        if eqn.primitive.name == "reduce_sum" or (is_same and eqn.invars[0] in sums):
-            sums.update(eqn.outvars)
-    return sums
 
 
 def _is_backward_loop(eqn: Eqn) -> bool:

@@ -356,7 +356,7 @@ def affine(w, x):
     return jnp.sin(x @ w[0] + w[1])
 
 
-def test_gradients_of_weights_are_not_put_off_and_sums_are_left_to_the_compiler():
+def test_gradients_of_weights_are_not_put_off_and_vectors_are_left_to_the_compiler():
     args = [(w, w[0]) for w in stacked(3)], jax.random.normal(jax.random.key(1), (4, 8))
     step = unrolled(affine)
     staged, _ = offloading(step, args, away=())
