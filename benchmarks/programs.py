@@ -24,7 +24,7 @@ from jdelta._planned import step_of
 from jdelta._policy import Policy
 from jdelta._shardy import shardings_of
 from jdelta._target import Target, resolve
-from jdelta._trace import trace, walk
+from jdelta._trace import Trace, trace, walk
 
 
 @dataclass(frozen=True)
@@ -113,20 +113,25 @@ def traced(case: Case, target: str) -> Program:
     """The step of a case as it is."""
     where = resolve(target)
     placed = where.abstract((case.state, case.batch))
-    staged = jax.jit(case.step, donate_argnums=0).trace(*placed)
-    lower = functools.partial(staged.lower, lowering_platforms=(where.platform,))
-    shardings = shardings_of(staged.jaxpr, placed, where.platform)
-    return Program(graph_of(staged.jaxpr, shardings), lower, where)
+    plain = jax.jit(case.step, donate_argnums=0).trace(*placed)
+    lower = functools.partial(plain.lower, lowering_platforms=(where.platform,))
+    shardings = shardings_of(plain.jaxpr, placed, where.platform)
+    return Program(graph_of(plain.jaxpr, shardings), lower, where)
 
 
 def recomputed(case: Case, target: str) -> Program:
     """The step of a case, built with `jdelta.remat`, with everything in its units recomputed."""
+    step, found = staged(case, target)
+    emission = emit(step, Policy.of({}, found.loops, step.target.platform))
+    return Program(emission.timeline.graph, emission.lower, step.target, emission.options)
+
+
+def staged(case: Case, target: str) -> tuple[Step, Trace]:
+    """The step of a case, built with `jdelta.remat`, before anything is decided."""
     where = resolve(target)
     args = where.abstract((case.state, case.batch))
     found = trace(case.step, *args)
-    step = Step(case.step, args, (0,), where, found.aliases)
-    emission = emit(step, Policy.of({}, found.loops, where.platform))
-    return Program(emission.timeline.graph, emission.lower, where, emission.options)
+    return Step(case.step, args, (0,), where, found.aliases), found
 
 
 def planned(case: Case, plan: jdelta.Plan) -> Program:

@@ -11,7 +11,7 @@ import functools
 import statistics
 
 import jdelta
-from benchmarks import record
+from benchmarks import programs, record
 from benchmarks.budgets import STEPS, TARGETS
 from benchmarks.models import build
 from benchmarks.record import Row, mib
@@ -21,8 +21,7 @@ from jdelta._items import items_of
 from jdelta._measure import measure
 from jdelta._policy import Policy
 from jdelta._solver import Knapsack
-from jdelta._target import resolve
-from jdelta._trace import Trace, trace
+from jdelta._trace import Trace
 
 KEPT = (None, 0.0, 0.2, 0.4, 0.6)
 HEADS = "step target kept simulated compiled error".split()
@@ -39,10 +38,7 @@ def row(step: str, target: str, kept: float | None) -> Row:
 @functools.lru_cache(maxsize=1)
 def traced(step: str, target: str) -> tuple[Step, Trace]:
     """A step for a target."""
-    case, where = build(**STEPS[step], remat=jdelta.remat), resolve(target)
-    args = where.abstract((case.state, case.batch))
-    found = trace(case.step, *args)
-    return Step(case.step, args, (0,), where, found.aliases), found
+    return programs.staged(build(**STEPS[step], remat=jdelta.remat), target)
 
 
 def policy(step: Step, found: Trace, kept: float) -> Policy:

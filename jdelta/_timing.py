@@ -13,10 +13,7 @@ is evaluated once more, and is the same program but for its timing:
 - TPUs undo what such barriers say, so copies go to slots of host arrays there, and a fetch reads
   at an index computed from those results: see ``_stacks.py``.
 - The results of a backward unit share one barrier, so that gradients of weights are not put off
-  while what they are made from stays in memory. So do those of weights outside of units (a head's)
-  and what the next unit or backward loop begins with. Where units offload nothing, vectors, the
-  gradients of biases and scales, are left alone: XLA fuses the sums they are (1.3 % of ResNet-50's
-  step, by compiled instructions). Where they do, it may put them off too (an MLP: 1.5 GiB of 5.4).
+  while what they are made from stays in memory: see ``_gradients.py``.
 - Loops do both one iteration apart: see ``_pipeline.py``. Loops around forward and backward pass
   (micro-batches) are timed inside.
 
@@ -39,12 +36,14 @@ from jax import lax
 
 from jdelta import _jax, _transfer
 from jdelta._chips import Rates
+from jdelta._gradients import Gradients, has_regions, narrowed, start, tie, widen
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop
 from jdelta._primitives import MATMULS
 from jdelta._scan import Scan
 from jdelta._shardy import UNSHARDED, Shardings
 from jdelta._stacks import Stacks
+from jdelta._transfer import is_host
 
 TIMED = frozenset({"cuda", "tpu"})
 """Platforms whose compiler leaves transfers exposed unless they are timed."""
@@ -83,7 +82,7 @@ def is_timed(closed: Jaxpr, platform: str, *, offloads: bool) -> bool:
         platform: Platform of the target.
         offloads: Whether the policy puts anything on the host.
     """
-    return platform in TIMED if offloads else platform in TIED and _has_regions(closed)
+    return platform in TIMED if offloads else platform in TIED and has_regions(closed)
 
 
 def timed(
@@ -125,7 +124,6 @@ class _Timing:
         clock: Prices what can hide a transfer.
         least: Whether nothing is fetched ahead of its use.
         eqns: The program's equations.
-        read: What they read, and what the program results in.
         units: Indices of the backward units, in program order.
         needs: Host values that each backward unit is the first to fetch.
         offloads: Whether anything goes to the host for a unit.
@@ -139,18 +137,14 @@ class _Timing:
         ties: From an index to a result of that equation and the host values to tie to it.
         starts: From an index to a result of that equation and the copies (by index) to start after.
         late: Host stacks that may be written late, since only one loop fetches them, in reverse.
-        early: Gradients, and what a backward unit or loop (by its index) begins with once all of
-            them are there.
-        wide: From a gradient among these to what it is converted to.
         stacked: Host values that get slots of host arrays, by backward unit.
-        results: Of each backward unit, what ends together.
+        gradients: Which gradients are there with what comes next.
     """
 
     program: Jaxpr
     clock: Clock
     least: bool
     eqns: list[Eqn] = field(init=False)
-    read: set[Var] = field(init=False)
     units: list[int] = field(init=False)
     needs: list[list[Var]] = field(init=False)
     offloads: bool = field(init=False)
@@ -162,16 +156,11 @@ class _Timing:
     ties: dict[int, tuple[Var, list[Var]]] = field(init=False, default_factory=dict)
     starts: dict[int, tuple[Var, list[int]]] = field(init=False, default_factory=dict)
     late: frozenset[Var] = field(init=False)
-    early: dict[int, list[Var]] = field(init=False)
-    wide: dict[Var, Var] = field(init=False, default_factory=dict)
     stacked: list[list[Var]] = field(init=False)
-    results: list[list[Var]] = field(init=False)
+    gradients: Gradients = field(init=False)
 
     def __post_init__(self) -> None:
-        inner = _jax.open_jaxpr(self.program)
-        self.eqns = list(inner.eqns)
-        self.read = set(filter(_jax.is_var, inner.outvars))
-        self.read.update(v for eqn in self.eqns for v in eqn.invars if _jax.is_var(v))
+        self.eqns = list(_jax.open_jaxpr(self.program).eqns)
         self.units = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
         self.needs = self._needs()
         self.offloads = any(self.needs) or any(map(_transfer.crosses_to_host, self.eqns))
@@ -181,9 +170,9 @@ class _Timing:
             self.head = self._head() if self.tied and not self.least else None
             self.fetches = self._fetches()
         self.late = self._late() if self.tied else frozenset()
-        self.early = self._early()
         self.stacked = [] if self.tied else self._stacked()
-        self.results = self._results()
+        ways = {"loops": self.tied, "vectors": self.offloads}
+        self.gradients = Gradients.of(self.program, self.units, **ways)
 
     @property
     def tied(self) -> bool:
@@ -302,28 +291,6 @@ class _Timing:
         made.difference_update(filter(_jax.is_var, _jax.open_jaxpr(self.program).outvars))
         return [[v for v in hosts if v in made] for hosts in self.needs]
 
-    def _early(self) -> dict[int, list[Var]]:
-        """Tie gradients to what comes next, where only what follows all units and loops reads them.
-
-        Such as those of a head's weights, made of values that are large. What a stem before all
-        units keeps for itself is none: it is left alone, so that XLA may fuse it into its readers.
-        """
-        loops = [i for i, eqn in enumerate(self.eqns) if _is_backward_loop(eqn)]
-        regions = sorted([*self.units, *(loops if self.tied else ())])
-        last = max(regions, default=-1)
-        before = {v for eqn in self.eqns[: last + 1] for v in eqn.invars if _jax.is_var(v)}
-        early: dict[int, list[Var]] = {}
-        for begin, end in itertools.pairwise([-1, *regions]):
-            eqns = self.eqns[begin + 1 : end]
-            made = [v for eqn in eqns if _jax.is_backward(eqn) for v in eqn.outvars]
-            waiting = (set(made) & self.read) - before
-            gradients = [v for v in made if v in waiting and self._is_tied(v)]  # in their order
-            start, narrow = _start(self.eqns[end]), _widened(eqns)
-            if gradients and start:
-                early[end] = [*start, *(narrow.get(v, v) for v in gradients)]
-                self.wide.update((narrow[v], v) for v in gradients if v in narrow)
-        return early
-
     def _late(self) -> frozenset[Var]:
         readers: dict[Var, list[Eqn]] = defaultdict(list)
         for eqn in self.eqns:
@@ -334,20 +301,9 @@ class _Timing:
             v
             for eqn in self.eqns
             if eqn.primitive.name == "scan"
-            for v in filter(_is_host, eqn.outvars)
+            for v in filter(is_host, eqn.outvars)
             if v not in results and len(readers[v]) == 1 and fetches_back(readers[v][0], v, eqn)
         )
-
-    def _results(self) -> list[list[Var]]:
-        """What is read later, and what units hand on in any case."""
-        units = [self.eqns[index] for index in self.units]
-        tied = {v for unit in units for v in unit.invars if _jax.is_var(v)}
-        tied.update(filter(self._is_tied, self.read))
-        return [[v for v in unit.outvars if v in tied] for unit in units]
-
-    def _is_tied(self, gradient: Var) -> bool:
-        """Whether XLA would put off a gradient, and not fuse it with what it is a sum of."""
-        return not _is_host(gradient) and (self.offloads or gradient.aval.ndim > 1)
 
     def _stops(self) -> dict[int, Var]:
         """Values of the forward pass that are in memory anyway, and that its end depends on."""
@@ -408,16 +364,16 @@ class _Evaluation:
         for index, eqn in enumerate(timing.eqns):
             if _transfer.crosses_to_host(eqn) and eqn.outvars[0] in self.stacks.slots:
                 instead[index] = functools.partial(self._write, eqn)
-            elif eqn.primitive.name == "scan" and any(map(_is_host, eqn.outvars)):
+            elif eqn.primitive.name == "scan" and any(map(is_host, eqn.outvars)):
                 instead[index] = functools.partial(self._forward_loop, eqn)
-            elif eqn.primitive.name == "scan" and any(map(_is_host, eqn.invars)):
+            elif eqn.primitive.name == "scan" and any(map(is_host, eqn.invars)):
                 instead[index] = functools.partial(self._backward_loop, eqn)
             elif eqn.primitive.name == "scan" and self._is_outer(eqn):
                 instead[index] = functools.partial(self._outer_loop, eqn)
         late = [index for _, copies in timing.starts.values() for index in copies]
         instead.update((index, lambda _: [None]) for index in late)
         passed = {*timing.ties, *timing.starts, *(timing.head or ())[:1]}
-        passed.update(region - 1 for region in timing.early)
+        passed.update(region - 1 for region in timing.gradients.early)
         after = {index: functools.partial(self._passed, index) for index in passed}
         return _jax.evaluate_with(timing.program, args, instead, after)
 
@@ -433,10 +389,10 @@ class _Evaluation:
             env[eqn.outvars[0]] = jax.device_put(away, jax.memory.Space.Host)
         if timing.head and timing.head[0] == index:
             self._fetch(HEAD, [timing.head[1]], env)
-        if index + 1 in timing.early:
-            early = timing.early[index + 1]
-            _tie(early, env)
-            _widen({timing.wide[v]: v for v in early if v in timing.wide}, env)
+        early, wide = timing.gradients.early.get(index + 1, ()), timing.gradients.wide
+        if early:
+            tie(early, env)
+            widen({wide[v]: v for v in early if v in wide}, env)
 
     def _forward_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
         values, late = forward_loop(
@@ -471,24 +427,24 @@ class _Evaluation:
         """A backward unit: fetches for later ones begin with it, its results end together."""
         if number == 0:
             index = self.timing.units[0]
-            self._fetch(0, self.timing.early.get(index) or _start(eqn), env)
+            self._fetch(0, self.timing.gradients.early.get(index) or start(eqn), env)
         body, _ = _transfer.with_fetched_inputs(_jax.subjaxpr(eqn))
         inputs = [
-            self.device[v] if _is_host(v) and v in self.device else x
+            self.device[v] if is_host(v) and v in self.device else x
             for v, x in zip(eqn.invars, _jax.read(env, eqn.invars), strict=True)
         ]
-        body, is_narrow = _narrowed(body)
+        body, is_narrow = narrowed(body)
         results = _jax.evaluate(body, *lax.optimization_barrier(inputs))
         env.update(zip(eqn.outvars, results, strict=True))
-        self._fetch(number + 1, self.timing.results[number], env)
-        _widen({v: v for v, narrow in zip(eqn.outvars, is_narrow, strict=True) if narrow}, env)
+        self._fetch(number + 1, self.timing.gradients.results[number], env)
+        widen({v: v for v, narrow in zip(eqn.outvars, is_narrow, strict=True) if narrow}, env)
         return [env[v] for v in eqn.outvars]
 
     def _fetch(self, number: int, after: Sequence[Var], env: _jax.Env) -> None:
         """Fetch what is due when a backward unit begins, ``after`` these values are there."""
         hosts = self.timing.fetches.get(number, ())
         if after:
-            _tie((*after, *(hosts if self.timing.tied else ())), env)
+            tie((*after, *(hosts if self.timing.tied else ())), env)
         if self.stacks.slots and hosts:
             real = (v for v in after if jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.size)
             self.stacks.wait(env[v] for v in real)
@@ -505,7 +461,7 @@ class _Evaluation:
             env[value] = self.stacks.tie(stacked, env[value])
         copied = [v for v in hosts if v not in self.stacks.slots]
         if copied:
-            _tie((value, *copied), env)
+            tie((value, *copied), env)
 
     def _write(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
         """A copy to the host goes to its slot; nothing but a fetch reads it."""
@@ -513,68 +469,5 @@ class _Evaluation:
         return [None]
 
 
-def _tie(names: Sequence[Var], env: _jax.Env) -> None:
-    """Put values behind one barrier: none of them is used before all of them are there."""
-    names = list(dict.fromkeys(names))
-    values = lax.optimization_barrier([env[v] for v in names])
-    env.update(zip(names, values, strict=True))
-
-
-def _widen(names: Mapping[Var, Var], env: _jax.Env) -> None:
-    """Convert values to the type of a variable: from that to the one whose value it is."""
-    for wide, narrow in names.items():
-        env[wide] = lax.convert_element_type(env[narrow], wide.aval.dtype)
-
-
-def _narrowed(body: Jaxpr) -> tuple[Jaxpr, list[bool]]:
-    """A program without its last conversions to wider types, and which results lack one.
-
-    Behind a barrier gradients would take memory in both types: that of computing, and the weights'.
-    """
-    inner = _jax.open_jaxpr(body)
-    narrow = _widened(inner.eqns)
-    results = [narrow.get(v, v) if _jax.is_var(v) else v for v in inner.outvars]
-    is_narrow = [v is not result for v, result in zip(inner.outvars, results, strict=True)]
-    return _jax.rebuild(body, inner.eqns, results), is_narrow
-
-
-def _widened(eqns: Sequence[Eqn]) -> dict[Var, Var]:
-    """What some equations convert to a type of more bytes: from that to what they convert."""
-    conversions = (eqn for eqn in eqns if eqn.primitive.name == "convert_element_type")
-    pairs = ((eqn.outvars[0], eqn.invars[0]) for eqn in conversions)
-    return {v: x for v, x in pairs if _jax.is_var(x) and _itemsize(x) < _itemsize(v)}
-
-
-def _itemsize(v: Var) -> int:
-    return v.aval.dtype.itemsize
-
-
-def _has_regions(closed: Jaxpr) -> bool:
-    """Whether there are backward units or loops in a program, other loops looked into."""
-    return any(
-        _jax.is_shielded(eqn)
-        or _is_backward_loop(eqn)
-        or (eqn.primitive.name == "scan" and _has_regions(eqn.params["jaxpr"]))
-        for eqn in _jax.open_jaxpr(_jax.inline(closed)).eqns
-    )
-
-
 def _is_product(eqn: Eqn) -> bool:
     return eqn.primitive.name in MATMULS
-
-
-def _is_backward_loop(eqn: Eqn) -> bool:
-    return eqn.primitive.name == "scan" and _jax.is_backward(eqn)
-
-
-def _start(region: Eqn) -> list[Var]:
-    """What a backward unit or loop on the device has to have before it begins."""
-    on_device = [v for v in region.invars if _jax.is_var(v) and not _is_host(v)]
-    if not _is_backward_loop(region):
-        return on_device[-1:]
-    carried = Scan.of(region, region.invars).carry
-    return [v for v in carried if _jax.is_var(v) and not _is_host(v)]
-
-
-def _is_host(atom: Any) -> bool:
-    return _jax.is_var(atom) and _jax.on_host(atom.aval)

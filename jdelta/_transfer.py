@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from jdelta import _jax
 from jdelta._jax import Eqn, Jaxpr, Var
@@ -17,6 +18,11 @@ def crosses_to_host(eqn: Eqn) -> bool:
 def crosses_to_device(eqn: Eqn) -> bool:
     """Whether the equation fetches a value from the host."""
     return is_transfer(eqn) and _jax.on_host(eqn.invars[0].aval)
+
+
+def is_host(atom: Any) -> bool:
+    """Whether a value of a program is on the host."""
+    return _jax.is_var(atom) and _jax.on_host(atom.aval)
 
 
 def has_transfers(jaxpr: Jaxpr) -> bool:
