@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from rich.console import Console
 from rich.table import Table
 
@@ -171,6 +172,20 @@ def residual_layers(layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return jax.grad(loss), (jax.ShapeDtypeStruct((4096, 4096), F32),) * 2
 
 
+def recomputed(layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The gradient of layers whose results are kept, the 128 MiB inside each computed again."""
+
+    def forward(ws, x):
+        for w in ws:
+            x = checkpoint_name(jnp.tanh(x @ w) @ w.T, "kept")
+        return jnp.mean(x**2)
+
+    policy = jax.checkpoint_policies.save_only_these_names("kept")
+    x, w = ((2048, 512), (512, 16384))
+    args = [jax.ShapeDtypeStruct(w, F32)] * layers, jax.ShapeDtypeStruct(x, F32)
+    return jax.grad(jax.checkpoint(forward, policy=policy)), args
+
+
 def image(features: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Two convolutions, 64 images of 112 x 112 pixels and some features between them."""
 
@@ -211,6 +226,8 @@ PROGRAMS = {
     "gradient through 192 MiB scores, softmax over 32768": attention(masked=False, keys=32768),
     "gradient of 4 layers that add 64 MiB": residual_layers(4),
     "gradient of 8 layers that add 64 MiB": residual_layers(8),
+    "gradient of 2 layers, 128 MiB in each recomputed": recomputed(2),
+    "gradient of 4 layers, 128 MiB in each recomputed": recomputed(4),
     "196 MiB images of 64 features": image(64),
     "392 MiB images of 128 features": image(128),
 }
