@@ -276,6 +276,7 @@ class _Storage:
         written = outputs.union(self.softmaxes.values())
         roots = [frozenset({i}) for i in range(len(graph.values))]
         heavy: set[int] = set()  # of what is not written: what its readers would compute again
+        converted: dict[tuple[int, str], int] = {}  # equal ones are one: the first that is written
         for op in graph.operations:
             below = frozenset[int]().union(*(roots[v] for v in op.inputs))
             if op.primitive == BARRIER:
@@ -299,6 +300,12 @@ class _Storage:
                     roots[v] = below
                 if is_heavy and v not in roots[v]:
                     heavy.add(v)
+            if op.primitive == "convert_element_type" and op.inputs:
+                (v,) = op.outputs
+                made = op.inputs[0], graph.values[v].dtype
+                if v in roots[v]:
+                    converted.setdefault(made, v)
+                roots[v] = roots[converted.get(made, v)]
         return roots
 
     def _is_fused_away(self, value: int, below: frozenset[int], *, is_heavy: bool) -> bool:

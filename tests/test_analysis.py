@@ -194,6 +194,14 @@ def test_what_is_computed_again_is_so_just_before_it_is_read(platform):
     assert many < few + 16 * 2**20 < 400 * 2**20
 
 
+@pytest.mark.parametrize(("tied", "compiled"), [(False, 448), (True, 512)])
+def test_what_is_converted_twice_is_in_memory_once_and_all_the_time(tied, compiled):
+    """MiB of temporaries as compiled: ``python -m benchmarks.xla.storage``."""
+    fun, args = facts.table(tied=tied)
+    peak = timeline(graph(fun, *args), Compiler("tpu")).peak
+    assert peak / 2**20 == pytest.approx(compiled, rel=0.01)
+
+
 def test_scores_are_written_only_if_something_else_than_a_softmax_reads_them():
     def scores_and(more):
         def program(q, k):

@@ -186,6 +186,23 @@ def recomputed(layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return jax.grad(jax.checkpoint(forward, policy=policy)), args
 
 
+def table(tied: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Float32 rows are cast and looked up; as many are cast and multiplied: the same, or others."""
+
+    def program(rows, others, w, ids):
+        def layer(x, _):
+            x = jnp.tanh(x @ w)
+            return x, x
+
+        x, stacked = jax.lax.scan(layer, rows.astype(jnp.bfloat16)[ids], length=4)
+        x = x + stacked.sum(0)
+        return x.T @ (rows if tied else others).astype(jnp.bfloat16)
+
+    rows = jax.ShapeDtypeStruct((65536, 512), F32)
+    w = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    return program, (rows, rows, w, jax.ShapeDtypeStruct((65536,), jnp.int32))
+
+
 def image(features: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Two convolutions, 64 images of 112 x 112 pixels and some features between them."""
 
@@ -228,6 +245,8 @@ PROGRAMS = {
     "gradient of 8 layers that add 64 MiB": residual_layers(8),
     "gradient of 2 layers, 128 MiB in each recomputed": recomputed(2),
     "gradient of 4 layers, 128 MiB in each recomputed": recomputed(4),
+    "128 MiB table, cast and looked up; another, cast, multiplied": table(tied=False),
+    "128 MiB table, cast and looked up; the same, cast, multiplied": table(tied=True),
     "196 MiB images of 64 features": image(64),
     "392 MiB images of 128 features": image(128),
 }
