@@ -104,11 +104,9 @@ def emit(step: Step, policy: Policy | None) -> Emission:
             return step.fun(*args)
 
     platform = step.target.platform
-    traced = first = _traced(jax.jit(planned, donate_argnums=step.donate), step, policy)
-    graph = _graph(step, traced)
-    emitted, computed = Emitted(), NOTHING
+    traced = _traced(jax.jit(planned, donate_argnums=step.donate), step, policy)
+    emitted = Emitted()
     if policy is not None:
-        computed = _computed(graph, policy)
         if step.grouping.layers > 1:
             run = functools.partial(_rows.evaluate, _jax.inline(traced.jaxpr))
             traced = _again(step, traced, run)
@@ -120,8 +118,8 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     if step.updates_in_loops:
         run = updated_in_loops(_jax.inline(traced.jaxpr), _donated_leaves(step))
         traced = _again(step, traced, run) if run else traced
-    if traced is not first:
-        graph = _graph(step, traced)
+    graph = graph_of(traced.jaxpr, _shardings(step, traced.jaxpr))
+    computed = _computed(graph, policy) if policy is not None else NOTHING
 
     def lower() -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=(platform,))
@@ -145,10 +143,6 @@ def _spilled(
     meshes = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in leaves)
     mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
     return spilled(traced.jaxpr, Spilling(step.store, policy.spills, specs, mesh))
-
-
-def _graph(step: Step, traced: jax.stages.Traced) -> Graph:
-    return graph_of(traced.jaxpr, _shardings(step, traced.jaxpr))
 
 
 def _shardings(step: Step, closed: Jaxpr) -> Shardings:

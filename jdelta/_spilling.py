@@ -274,7 +274,8 @@ class _Run:
             out_specs=out_specs,
             check_vma=params["check_vma"],
         )
-        values = call(*here)
+        with jax.named_scope(_jax.name_stack(eqn)):  # so that recompute is known as such
+            values = call(*here)
         return [_Away(y, r) if r else y for y, r in zip(values, made, strict=True)]
 
     def _sharding(self, name: RegionName, value: Any) -> NamedSharding | None:
