@@ -169,6 +169,7 @@ def of_plan(plan: jdelta.Plan) -> Row:
         "budget": plan.budget,
         "predicted_peak": plan.predicted_peak,
         "compiled_peak": plan.compiled_peak,
+        "code_bytes": plan.code_bytes,
         "host_bytes": plan.host_bytes,
         "floor": plan.floor,
         "ceiling": plan.ceiling,

@@ -43,7 +43,7 @@ _SETTINGS = (
 class Measurement:
     """Bytes per device of one compiled program.
 
-    ``peak`` is what has to be free for the program to run: ``arguments + outputs - aliased +
+    ``peak`` is what has to be free for the program's values: ``arguments + outputs - aliased +
     temporaries``, mended for TPUs. Compilers also report a ``peak_memory_in_bytes``; what it is
     worth was measured with jax 0.10.2 and 0.12:
 
@@ -60,6 +60,8 @@ class Measurement:
         outputs: Bytes of results in device memory.
         aliased: Bytes of results that take the place of donated arguments.
         temporaries: Bytes of everything else in device memory.
+        code: Bytes of the program itself. A TPU has it in device memory too; its compiler makes it
+            smaller where memory is short.
         host: Bytes of temporaries in pinned host memory. TPU: the compiler's figure, or what its
             program allocates if that is less (see ``_host.py``).
         host_arguments: Bytes of arguments in host memory.
@@ -80,6 +82,7 @@ class Measurement:
     outputs: int
     aliased: int
     temporaries: int
+    code: int
     host: int
     host_arguments: int
     host_outputs: int
@@ -206,6 +209,7 @@ def _refused(needed: int, seconds: float) -> Measurement:
         outputs=0,
         aliased=0,
         temporaries=0,
+        code=0,
         host=0,
         host_arguments=0,
         host_outputs=0,
@@ -230,6 +234,7 @@ def _measured(
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
         host_arguments=stats.host_argument_size_in_bytes,
         host_outputs=stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes,
         refused=False,

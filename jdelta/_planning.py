@@ -262,6 +262,7 @@ def _plan(
         budget=result.budget,
         predicted_peak=best.predicted,
         compiled_peak=best.peak,
+        code_bytes=measurement.code,
         host_bytes=measurement.all_host,
         spill_bytes=best.emission.spilled.bytes,
         spill_written=best.emission.spilled.written,

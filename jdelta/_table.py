@@ -150,6 +150,7 @@ def summary_lines(plan: Plan) -> dict[str, str]:
         "compiled peak": f"{format_bytes(plan.compiled_peak)} "
         f"(predicted {format_bytes(plan.predicted_peak)}; "
         f"{_bound(plan, 'floor', 'floor')}, {_bound(plan, 'plain step', 'ceiling')})",
+        "code": _code(plan),
         "on the host": _on_the_host(plan),
         "in files": _in_files(plan),
         "loops": _loops(plan.grouping),
@@ -166,6 +167,12 @@ def summary_lines(plan: Plan) -> dict[str, str]:
 def _bound(plan: Plan, label: str, field: str) -> str:
     predicted = " predicted" if field in plan.estimates else ""
     return f"{label} {format_bytes(getattr(plan, field))}{predicted}"
+
+
+def _code(plan: Plan) -> str:
+    if not plan.target.startswith("tpu"):
+        return ""
+    return f"{format_bytes(plan.code_bytes)}, in device memory beside the peak"
 
 
 def _on_the_host(plan: Plan) -> str:

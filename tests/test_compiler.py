@@ -61,6 +61,8 @@ def test_the_compiled_peak_is_within_the_budget_and_near_the_prediction(step, sh
     assert plan.compiles <= 4
     assert plan.host_bytes == 0
     assert 0 < plan.overhead < plan.step_seconds
+    has_code = target.startswith("tpu")  # in device memory
+    assert (plan.code_bytes > 0) == ("beside the peak" in str(plan)) == has_code
 
 
 @fails_in_jax_0_10_with_remat3
