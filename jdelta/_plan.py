@@ -51,9 +51,9 @@ class Plan:
         compiled_peak: Peak of the compiled program (arguments, results and temporaries, less
             aliasing), bytes per device, as the target's compiler gives it; on a CPU with it what is
             in memory on its way to files.
-        code_bytes: Bytes of the compiled program itself, as its compiler gives them. They are not in
-            ``compiled_peak``, but a TPU has them in device memory too. (Its compiler makes the code
-            smaller where memory is short.)
+        code_bytes: Bytes of the compiled program itself, as its compiler gives them. A TPU has them
+            in device memory too, beside ``compiled_peak``. (Its compiler writes shorter code where
+            memory is short.)
         host_bytes: Bytes in pinned host memory in the compiled program: what is offloaded, and
             arguments and results that live there.
         spill_bytes: Bytes per device that a step holds in files at once.
