@@ -60,8 +60,6 @@ class Measurement:
         outputs: Bytes of results in device memory.
         aliased: Bytes of results that take the place of donated arguments.
         temporaries: Bytes of everything else in device memory.
-        code: Bytes of the program itself. A TPU has it in device memory too; its compiler makes it
-            smaller where memory is short.
         host: Bytes of temporaries in pinned host memory. TPU: the compiler's figure, or what its
             program allocates if that is less (see ``_host.py``).
         host_arguments: Bytes of arguments in host memory.
@@ -70,6 +68,8 @@ class Measurement:
         refused: Whether the compiler refused the program as too large. All but ``peak`` and
             ``seconds`` are then zero.
         seconds: Time the compiler took; next to nothing when JAX had compiled the program before.
+        code: Bytes of the program itself. A TPU has it in device memory too; its compiler makes it
+            smaller where memory is short.
         overlap: What the schedule hides of the transfers between device and host.
         wrong_fetches: Instructions that fetch other rows from the host than the program asks for.
         host_buffers: Bytes of each buffer that the program allocates in host memory, largest first.
@@ -82,12 +82,12 @@ class Measurement:
     outputs: int
     aliased: int
     temporaries: int
-    code: int
     host: int
     host_arguments: int
     host_outputs: int
     refused: bool
     seconds: float
+    code: int = 0
     overlap: Overlap = NO_TRANSFERS
     wrong_fetches: tuple[str, ...] = ()
     host_buffers: tuple[int, ...] = ()
@@ -209,7 +209,6 @@ def _refused(needed: int, seconds: float) -> Measurement:
         outputs=0,
         aliased=0,
         temporaries=0,
-        code=0,
         host=0,
         host_arguments=0,
         host_outputs=0,
