@@ -132,6 +132,13 @@ class Compiler:
             return self.platform == "cuda"
         return op.primitive in REDUCTIONS or op.primitive in FREE or self.is_elementwise(op)
 
+    def copies_rows(self, op: Operation) -> bool:
+        """Whether an operation in a loop reads a row of a stack as a copy, made ahead of it.
+
+        CUDA: matrix products do.
+        """
+        return self.platform == "cuda" and op.primitive in MATMULS
+
     def workspace(self, graph: Graph, op: Operation) -> int:
         """Bytes that an operation needs beside what it reads and writes.
 

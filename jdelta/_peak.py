@@ -11,7 +11,7 @@ behind it, 5 % of the peak).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from jdelta import _jax
@@ -51,12 +51,13 @@ class Timeline:
         return sorted(alive, key=lambda v: -values[v].bytes)
 
 
-def timeline(graph: Graph, compiler: Compiler) -> Timeline:
+def timeline(graph: Graph, compiler: Compiler, rows: Collection[int] = ()) -> Timeline:
     """Simulate the temporaries of a program; its inputs and outputs are not counted.
 
     Args:
         graph: The program.
         compiler: What compiles it.
+        rows: Inputs that are rows of stacks, counted as far as the compiler copies them.
     """
     graph = _recomputed_late(graph)
     roots = storage(graph, compiler)
@@ -70,20 +71,33 @@ def timeline(graph: Graph, compiler: Compiler) -> Timeline:
             ends[index].append(value)
     changes = _conversions(graph, compiler)
     tied = _tied(graph, roots, compiler)
+    copied = {v for op in graph.operations if compiler.copies_rows(op) for v in op.inputs}
+    copied = {root for v in copied for root in roots[v]}.intersection(rows)
+    for value in copied:
+        ends[last[value]].append(value)
     live: list[int] = []
-    now = 0
+    now = sum(sizes[v] for v in copied)
     for index, op in enumerate(graph.operations):
         made = [v for v in op.outputs if v in roots[v] and v not in fixed and v in last]
         new = sum(sizes[v] for v in made)
         dying = Counter(sizes[v] for v in ends[index] if v not in made and v not in tied)
         over = dying & Counter(sizes[v] for v in made)  # buffers of one size
         shared = sum(over.elements()) if overwrites(op, compiler) else 0
-        inside = timeline(op.body, compiler).peak if op.body else compiler.workspace(graph, op)
+        inside = _in_body(op, op.body, compiler) if op.body else compiler.workspace(graph, op)
         inside += compiler.relaid_bytes(op)
         now += changes[index]
         live.append(now + new - shared + inside)
         now += new - sum(sizes[v] for v in ends[index])
     return Timeline(tuple(live), graph, last)
+
+
+def _in_body(op: Operation, body: Graph, compiler: Compiler) -> int:
+    """Bytes that one iteration of a loop, or a branch, takes."""
+    rows: Collection[int] = ()
+    if op.primitive == "scan":
+        consts, carry = _jax.scan_counts(op.params)
+        rows = body.inputs[consts + carry :]
+    return timeline(body, compiler, rows).peak
 
 
 def _recomputed_late(graph: Graph) -> Graph:
