@@ -83,7 +83,8 @@ def timeline(graph: Graph, compiler: Compiler, rows: Collection[int] = ()) -> Ti
         dying = Counter(sizes[v] for v in ends[index] if v not in made and v not in tied)
         over = dying & Counter(sizes[v] for v in made)  # buffers of one size
         shared = sum(over.elements()) if overwrites(op, compiler) else 0
-        inside = _in_body(op, op.body, compiler) if op.body else compiler.workspace(graph, op)
+        body = op.body and body_timeline(op, op.body, compiler)
+        inside = body.peak if body else compiler.workspace(graph, op)
         inside += compiler.relaid_bytes(op)
         now += changes[index]
         live.append(now + new - shared + inside)
@@ -91,13 +92,13 @@ def timeline(graph: Graph, compiler: Compiler, rows: Collection[int] = ()) -> Ti
     return Timeline(tuple(live), graph, last)
 
 
-def _in_body(op: Operation, body: Graph, compiler: Compiler) -> int:
-    """Bytes that one iteration of a loop, or a branch, takes."""
+def body_timeline(op: Operation, body: Graph, compiler: Compiler) -> Timeline:
+    """Simulate one iteration of a loop, or a branch."""
     rows: Collection[int] = ()
     if op.primitive == "scan":
         consts, carry = _jax.scan_counts(op.params)
         rows = body.inputs[consts + carry :]
-    return timeline(body, compiler, rows).peak
+    return timeline(body, compiler, rows)
 
 
 def _recomputed_late(graph: Graph) -> Graph:

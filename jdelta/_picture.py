@@ -15,7 +15,7 @@ from jdelta._fusion import Compiler, storage
 from jdelta._graph import labels
 from jdelta._hlo import parse
 from jdelta._overlap import Span, read_lanes
-from jdelta._peak import Timeline, timeline
+from jdelta._peak import Timeline, body_timeline, timeline
 from jdelta._planned import compiled, step_of
 from jdelta._target import Target
 
@@ -134,7 +134,7 @@ def _stretches(
         if op.body is None or not op.body.operations:
             yield seconds, live, "/".join((*op.scope, op.primitive)), alive
             continue
-        inner = timeline(op.body, compiler)
+        inner = body_timeline(op, op.body, compiler)
         times = seconds / (program_seconds(op.body, target.rates, target.platform) or 1.0)
         under = live - inner.peak
         for length, inside, what, more in _stretches(inner, target, under, rename):
