@@ -1,11 +1,13 @@
 """The largest batch that the compiler accepts in a target's memory: plain, by hand, planned.
 
-The batch doubles until the program does not fit, then is bisected until the bracket is within 1 in
-32. A program fits if the compiler accepts it, its peak is at most the memory, which `--memory`
-caps, and what it offloads fits into host memory. Methods: "plain"; "hand" (the best of the hand
-policies that suit the step); "found" (jdelta at any predicted overhead, with units that it finds);
-"found 10%" (at no more than 10 % of the plain step); "marked" and "marked 10%" (the same with the
-units that the model marks). Seconds are predictions.
+The batch doubles, from the step's own if that fits, until the program does not fit, then is
+bisected until the bracket is within 1 in 32. A program fits if the compiler accepts it, its peak is
+at most the memory, which `--memory` caps, and what it offloads fits into host memory. Methods:
+"plain"; "hand" (the best of the hand policies that suit the step); "found" (jdelta at any predicted
+overhead, with units that it finds); "found 10%" (at no more than 10 % of the plain step); "marked"
+and "marked 10%" (the same with the units that the model marks). What a plan adds are predicted
+seconds: of the instructions of both compiled programs, the plan's and the plain step's of the same
+batch. Where the compiler refuses the plain step, both are priced as they are traced.
 
     python -m benchmarks.max_batch --step resnet50 --target cuda:h100 --memory 8GiB --json rows.json
 """
@@ -13,6 +15,8 @@ units that the model marks). Seconds are predictions.
 import functools
 from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from benchmarks import policies, programs, record, steps
 from benchmarks.record import Row
@@ -55,7 +59,7 @@ def row(step: str, target: str, method: str, memory: str | None = None, **option
     if memory:
         room = min(room, parse_budget(memory).bytes or room)
     attempts: list[Row] = []
-    best = 0
+    best, own = 0, len(jax.tree.leaves(steps.build(step, **options).batch)[0])
     for way in ways(method, step, target, **options):
 
         def fits(batch: int, way: Callable[..., Row] = way) -> bool:
@@ -63,7 +67,7 @@ def row(step: str, target: str, method: str, memory: str | None = None, **option
             attempts.append({"batch": batch, **found})
             return found["fits"]
 
-        best = bisected(fits, best)
+        best = bisected(fits, best or (own if fits(own) else 0))
     return {"room": room, "batch": best, "attempts": attempts}
 
 
@@ -108,8 +112,10 @@ def plan(
     found, made = programs.plan(case, room, target)
     if made is None:
         return {"fits": False, "plan": found}
-    seconds = programs.traced(steps.build(step, **options), target).price.seconds
-    added = found["price"]["seconds"] / seconds - 1
+    added = 0.0
+    if made.policy is not None:
+        plain = programs.traced(steps.build(step, **options), target)
+        added = programs.planned(case, made).added(plain)
     return {"fits": limit is None or added <= limit, "added": added, "plan": found}
 
 

@@ -82,6 +82,15 @@ class Program:
         seconds = overlap.compute + overlap.exposed
         return {"scheduled": seconds, "cycles": expected_cycles(module, module.entry)}
 
+    def added(self, plain: "Program") -> float:
+        """What its compiled instructions take more than those of the plain step, as a part of it.
+
+        Where the compiler refuses the plain step, both are priced as they are traced.
+        """
+        if plain.scheduled:
+            return self.scheduled["scheduled"] / plain.scheduled["scheduled"] - 1
+        return self.price.seconds / plain.price.seconds - 1
+
     @functools.cached_property
     def price(self) -> Price:
         """Predicted seconds of its operations as traced."""
