@@ -4,6 +4,7 @@ Matrix products and convolutions are priced by their floating-point operations a
 their dtype, everything else by the bytes it moves and a rough count of operations per element. A
 value that is fused into its readers is not written, so a fused element-wise chain pays for its
 outer inputs and its result once. What devices send each other is added: nothing hides it here.
+Of a whole program it also counts which reads are one, and what loops move for stacks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jdelta._fusion import Compiler, storage
 from jdelta._graph import BARRIER, RESHARD, TRANSFER, Graph, Operation, graph_of
 from jdelta._primitives import CHEAP, FREE, MATMULS, RANDOM, VIEWS
 from jdelta._shardy import parts
+from jdelta._traffic import moved_bytes, read_along, stacked_bytes
 
 _RULES: dict[str, Callable[[Graph, Operation], float]] = {}
 
@@ -111,8 +113,6 @@ _ATTENTION = frozenset(f"dot_product_attention_{way}_wrapper" for way in ("fwd",
 _REFERENCES = frozenset("get swap addupdate program_id num_programs".split())
 """What a kernel reads and writes its blocks with: counted with its operands."""
 
-_PARTIAL_READS = frozenset({"slice", "dynamic_slice", "gather"})
-
 
 def _elements(graph: Graph, values: Sequence[int]) -> float:
     return float(sum(math.prod(graph.values[v].local) for v in values))
@@ -124,6 +124,7 @@ def operation_seconds(
     roots: Sequence[frozenset[int]],
     rates: Rates,
     platform: str,
+    there: frozenset[int] = frozenset(),
 ) -> float:
     """Seconds of one execution of an operation on one device.
 
@@ -133,13 +134,22 @@ def operation_seconds(
         roots: For each value the buffers it is read from, as ``storage`` gives them.
         rates: Rates of the target.
         platform: Platform of the target.
+        there: Buffers that it need not read, as it runs along with what does.
     """
     if op.body is not None:
-        return op.trips * program_seconds(op.body, rates, platform)
+        return _loop_seconds(op, op.body, rates, platform)
     if op.primitive in _NOTHING:
         return 0.0
-    seconds = max(_arithmetic(graph, op, rates), _traffic(graph, op, roots) / rates.bandwidth)
-    return seconds + collective_seconds(graph, op, rates)
+    moved = moved_bytes(graph, op, roots, there) / rates.bandwidth
+    return max(_arithmetic(graph, op, rates), moved) + collective_seconds(graph, op, rates)
+
+
+def _loop_seconds(op: Operation, body: Graph, rates: Rates, platform: str) -> float:
+    """Seconds of all iterations of a loop, or of a branch."""
+    compiler = Compiler(platform)
+    roots = storage(body, compiler)
+    stacked = stacked_bytes(op, body, roots, compiler) / rates.bandwidth
+    return op.trips * (stacked + sum(_each(body, roots, rates, platform)))
 
 
 def _arithmetic(graph: Graph, op: Operation, rates: Rates) -> float:
@@ -182,19 +192,21 @@ def _default_work(graph: Graph, op: Operation) -> float:
     return (1.0 if op.primitive in CHEAP else 10.0) * _elements(graph, (*op.inputs, *op.outputs))
 
 
-def _traffic(graph: Graph, op: Operation, roots: Sequence[frozenset[int]]) -> float:
-    """Bytes read and written; nothing for what is computed inside its readers."""
-    written = [v for v in op.outputs if v in roots[v]]
-    if not written:
-        return 0.0
-    out = sum(graph.values[v].bytes for v in written)
-    if op.primitive in _PARTIAL_READS:
-        return 2.0 * out
-    read = frozenset[int]().union(*(roots[v] for v in op.inputs))
-    return float(out + sum(graph.values[v].bytes for v in read))
+def each_seconds(graph: Graph, rates: Rates, platform: str) -> list[float]:
+    """Seconds of each operation of a whole program, one after the other, nothing overlapped."""
+    return _each(graph, storage(graph, Compiler(platform)), rates, platform)
+
+
+def _each(
+    graph: Graph, roots: Sequence[frozenset[int]], rates: Rates, platform: str
+) -> list[float]:
+    along = read_along(graph, roots, Compiler(platform))
+    return [
+        operation_seconds(graph, op, roots, rates, platform, along.get(index, frozenset()))
+        for index, op in enumerate(graph.operations)
+    ]
 
 
 def program_seconds(graph: Graph, rates: Rates, platform: str) -> float:
     """Seconds of a whole program, operation after operation, nothing overlapped."""
-    roots = storage(graph, Compiler(platform))
-    return sum(operation_seconds(graph, op, roots, rates, platform) for op in graph.operations)
+    return sum(each_seconds(graph, rates, platform))

@@ -132,6 +132,29 @@ class Compiler:
             return self.platform == "cuda"
         return op.primitive in REDUCTIONS or op.primitive in FREE or self.is_elementwise(op)
 
+    @property
+    def merges_sums(self) -> bool:
+        """Whether several reductions of a value, and what makes it, are one kernel."""
+        return self.platform in ("cuda", "tpu")
+
+    def runs_sums_along(self, op: Operation) -> bool:
+        """Whether reductions of what an operation makes run along with it.
+
+        TPU: with matrix products too.
+        """
+        if op.primitive in MATMULS:
+            return self.platform == "tpu"
+        return self.is_elementwise(op)
+
+    @property
+    def copies_into_stacks(self) -> bool:
+        """Whether stacks of loops cost more than writing their rows where these are computed.
+
+        CUDA: a stack is filled with zeros before its loop, and rows are copied to it that products
+        make or the iteration reads too.
+        """
+        return self.platform == "cuda"
+
     def copies_rows(self, op: Operation) -> bool:
         """Whether an operation in a loop reads a row of a stack as a copy, made ahead of it.
 

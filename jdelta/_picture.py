@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jdelta._call import Call
-from jdelta._cost import operation_seconds, program_seconds
+from jdelta._cost import each_seconds, program_seconds
 from jdelta._decision import Decision
 from jdelta._emit import Step, emit, fixed_bytes
-from jdelta._fusion import Compiler, storage
+from jdelta._fusion import Compiler
 from jdelta._graph import labels
 from jdelta._hlo import parse
 from jdelta._overlap import Span, read_lanes
@@ -126,10 +126,9 @@ def _stretches(
 ) -> Iterator[tuple[float, int, str, _Alive]]:
     """Length, bytes, operation and largest buffers of each part of a program's run."""
     graph, compiler = line.graph, Compiler(target.platform)
-    roots = storage(graph, compiler)
+    each = each_seconds(graph, target.rates, target.platform)
     for index, alive in enumerate(_alive(line, rename)):
-        op = graph.operations[index]
-        seconds = operation_seconds(graph, op, roots, target.rates, target.platform)
+        op, seconds = graph.operations[index], each[index]
         live = base + line.live[index]
         if op.body is None or not op.body.operations:
             yield seconds, live, "/".join((*op.scope, op.primitive)), alive

@@ -40,9 +40,14 @@ EXPENSIVE = RANDOM | frozenset(
 
 _POOLING = "reduce_window_sum reduce_window_max reduce_window_min reduce_window"
 
-REDUCTIONS = frozenset(
+SUMS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax"
-    f" argmin cumsum cumprod cummax cummin cumlogsumexp {_POOLING} select_and_gather_add".split()
+    " argmin".split()
+)
+"""Make one value of many, along some axes."""
+
+REDUCTIONS = SUMS | frozenset(
+    f"cumsum cumprod cummax cummin cumlogsumexp {_POOLING} select_and_gather_add".split()
 )
 """Fuse what they read, but write their result."""
 

@@ -327,6 +327,56 @@ def test_a_fused_chain_is_priced_once():
     assert chain == pytest.approx(one, rel=0.1)  # one read, one write, a little arithmetic
 
 
+def twice_reduced(x):
+    return jnp.sum(x, 0), jnp.sum(x * x, 0)
+
+
+def reduced_again(x):
+    return jnp.sum(jnp.square(x - jnp.sum(x, 0)), 0)
+
+
+def made_and_reduced(x):
+    y = x + 1.0
+    return y, jnp.sum(y, 0), jnp.sum(y * y, 0)
+
+
+def product_reduced(x):
+    y = x @ x[:, :64]
+    return y, jnp.sum(y, 0), jnp.sum(y * y, 0)
+
+
+def stacked(x):
+    return jax.lax.scan(lambda y, _: (y * 2.0 + 1.0, y * y), x, length=8)
+
+
+def stacked_and_read(x):
+    def body(y, _):
+        z = jnp.sin(y * 2.0 + 1.0)
+        return z @ z, z
+
+    return jax.lax.scan(body, x, length=8)
+
+
+MOVED = {
+    ("cuda", twice_reduced): 1.0,
+    ("cuda", reduced_again): 2.0,
+    ("cuda", made_and_reduced): 2.0,
+    ("cuda", product_reduced): 1.0 + 5 / 64,
+    ("cuda", stacked): 8 * (2 + 2 + 1),
+    ("cuda", stacked_and_read): 8 * (2 + 2 + 3),
+    ("cpu", twice_reduced): 2.0,
+}
+"""What programs move, in times their argument (4096 x 4096)."""
+
+
+@pytest.mark.parametrize(("platform", "fun"), MOVED)
+def test_what_runs_together_reads_once_and_stacks_are_filled_and_copied_to(platform, fun):
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    only_moving = Rates(**{**vars(RATES), "vector": 1e18, "matmul": (("float32", 1e18),)})
+    moved = program_seconds(graph(fun, x), only_moving, platform) * RATES.bandwidth
+    assert moved / (4 * 4096**2) == pytest.approx(MOVED[platform, fun], rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("generator", "each"), [("threefry2x32", 100), ("rbg", 50), ("unsafe_rbg", 50)]
 )

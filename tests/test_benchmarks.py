@@ -23,6 +23,7 @@ from benchmarks import (
     offload,
     per_layer,
     policies,
+    prices,
     programs,
     record,
     resident,
@@ -41,7 +42,7 @@ from tests.versions import fails_in_jax_0_10_with_remat3
 
 SCRIPTS = [
     *(budgets, device, dropout, gradients, hand_policies, max_batch, offload, per_layer, savings),
-    *(compiled_order, resident, rok, simulation, small_order, throttled, unmarked),
+    *(compiled_order, prices, resident, rok, simulation, small_order, throttled, unmarked),
 ]
 STEP = {"step": "tiny", "target": "cpu"}
 
@@ -216,6 +217,17 @@ def test_simulation(monkeypatch):
     table = simulation.markdown(rows)
     assert table.count("not run") == 2
     assert "Median of the plans' errors" in table
+
+
+def test_prices_of_a_plain_step(monkeypatch):
+    monkeypatch.setitem(prices.STEPS, "tiny", {"name": "tiny"})
+    r = {**STEP, **prices.row(**STEP)}
+    assert r["traced"] == pytest.approx(r["compiled"], rel=0.5)
+    for cycles in ({}, {"cycles": 2 * r["traced"]}):
+        assert len(prices.cells({**r, **cycles})) == len(prices.HEADS)
+    table = prices.markdown([{**r, "cycles": 2 * r["traced"]}, {**STEP, "traced": 1.0}])
+    assert "-50%" in table
+    assert "refused" in table
 
 
 def test_marked_and_unmarked_plans(monkeypatch):

@@ -1,0 +1,109 @@
+"""Bytes of device memory that the operations of a program read and write, as compilers fuse them.
+
+What is written at all is said in ``_fusion.py``. Here: which reads are one, and what loops add.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+
+from jdelta._fusion import Compiler
+from jdelta._graph import BARRIER, Graph, Operation
+from jdelta._jax import scan_counts
+from jdelta._primitives import FREE, MATMULS, SUMS, VIEWS
+
+NOTHING: frozenset[int] = frozenset()
+
+_PASSED_ON = VIEWS | FREE | {BARRIER}
+_PARTIAL_READS = frozenset({"slice", "dynamic_slice", "gather"})
+
+
+def moved_bytes(
+    graph: Graph, op: Operation, roots: Sequence[frozenset[int]], there: frozenset[int] = NOTHING
+) -> float:
+    """Bytes read and written; nothing for what is computed inside its readers.
+
+    Args:
+        graph: The program the operation is part of.
+        op: The operation.
+        roots: For each value the buffers it is read from, as ``storage`` gives them.
+        there: Buffers that it need not read.
+    """
+    written = [v for v in op.outputs if v in roots[v]]
+    if not written:
+        return 0.0
+    out = sum(graph.values[v].bytes for v in written)
+    if op.primitive in _PARTIAL_READS:
+        return 2.0 * out
+    return float(out + sum(graph.values[v].bytes for v in _read(op, roots) - there))
+
+
+def _read(op: Operation, roots: Sequence[frozenset[int]]) -> frozenset[int]:
+    return NOTHING.union(*(roots[v] for v in op.inputs))
+
+
+def read_along(
+    graph: Graph, roots: Sequence[frozenset[int]], compiler: Compiler
+) -> Mapping[int, frozenset[int]]:
+    """By the index of a reduction the buffers that something it runs along with reads or makes.
+
+    A reduction and the element-wise operation that makes its input are one kernel, and so are
+    several reductions of a value, unless one of them needs what another makes. (Batch statistics
+    of a ResNet-50: 5.1 ms of 19.6 on ``cuda:h100`` without this, 15.2 by compiled instructions.)
+
+    Args:
+        graph: The program.
+        roots: For each value the buffers it is read from.
+        compiler: What compiles it.
+    """
+    found: dict[int, frozenset[int]] = {}
+    if not compiler.merges_sums:
+        return found
+    kernels: dict[int, int] = {}  # of each buffer: what can be run along with, as a set of bits
+    above: dict[int, int] = {}  # of each buffer: all such that it is computed from
+    for index, op in enumerate(graph.operations):
+        read = _read(op, roots)
+        before = {root: above.get(root, 0) for root in read}
+        made = [v for v in op.outputs if v in roots[v]]
+        bit = 0
+        if op.primitive in SUMS:
+            bit = 1 << index
+            others = {root: _union(b for r, b in before.items() if r != root) for root in read}
+            joined = {r for r in read if r in kernels and not kernels[r] & others[r]}
+            kernels |= {r: bit | (kernels[r] if r in joined else 0) for r in read}
+            found[index] = frozenset(joined)
+        elif compiler.runs_sums_along(op):
+            bit = 1 << index
+            kernels |= dict.fromkeys(made, bit)
+        above |= dict.fromkeys(made, bit | _union(before.values()))
+    return found
+
+
+def _union(bits: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, bits, 0)
+
+
+def stacked_bytes(
+    loop: Operation, body: Graph, roots: Sequence[frozenset[int]], compiler: Compiler
+) -> int:
+    """Bytes that an iteration of a loop moves for stacks, beside what its operations do.
+
+    Args:
+        loop: The loop.
+        body: Its body.
+        roots: For each value of the body the buffers it is read from.
+        compiler: What compiles it.
+    """
+    if loop.primitive != "scan" or not compiler.copies_into_stacks:
+        return 0
+    consts, carry = scan_counts(loop.params)
+    reading = [op for op in body.operations if op.primitive not in _PASSED_ON]
+    products = (op.outputs[0] for op in reading if op.primitive in MATMULS)
+    elsewhere = {*body.given, *products, *(root for op in reading for root in _read(op, roots))}
+    made = [v for v in body.outputs[carry:] if v is not None]
+    rows = {v for op in body.operations if compiler.copies_rows(op) for v in op.inputs}
+    copied = [v for v in made if roots[v] & elsewhere]
+    copied += [v for v in body.inputs[consts + carry :] if v in rows]
+    return sum(body.values[v].bytes for v in (*made, *copied, *copied))
