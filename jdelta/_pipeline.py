@@ -58,13 +58,14 @@ class Clock:
         """
         eqns = _jax.open_jaxpr(program).eqns
         alone = [self.seconds(_jax.single(eqn)) for eqn in eqns]
-        heavy = [s if _is_heavy(eqn) else 0.0 for eqn, s in zip(eqns, alone, strict=True)]
+        heavy = [s if is_heavy(eqn) else 0.0 for eqn, s in zip(eqns, alone, strict=True)]
         rest = sum(alone) - sum(heavy)
         share = max(0.0, self.seconds(program) - sum(heavy)) / rest if rest else 0.0
         return [h or share * a for h, a in zip(heavy, alone, strict=True)]
 
 
-def _is_heavy(eqn: Eqn) -> bool:
+def is_heavy(eqn: Eqn) -> bool:
+    """Whether an equation takes what it takes, whatever is around it: products and loops."""
     return eqn.primitive.name in MATMULS or any(True for _ in _jax.subjaxprs(eqn))
 
 

@@ -38,7 +38,7 @@ from jdelta import _jax, _transfer
 from jdelta._chips import Rates
 from jdelta._gradients import Gradients, has_regions, narrowed, start, tie, widen
 from jdelta._jax import Eqn, Jaxpr, Var
-from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop
+from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop, is_heavy
 from jdelta._primitives import MATMULS
 from jdelta._scan import Scan
 from jdelta._shardy import UNSHARDED, Shardings
@@ -127,7 +127,8 @@ class _Timing:
         units: Indices of the backward units, in program order.
         needs: Host values that each backward unit is the first to fetch.
         offloads: Whether anything goes to the host for a unit.
-        elapsed: Seconds of compute before each equation up to the first backward unit.
+        elapsed: Seconds of compute before each equation up to the first backward unit, as far as it
+            has its place there.
         head: Where in the head the first backward unit's values are fetched: the index of an
             equation, and its result that they wait for.
         fetches: From a backward unit (its number) to the host values to fetch when it begins;
@@ -225,6 +226,7 @@ class _Timing:
         ]
 
     def _elapsed(self) -> list[float]:
+        """Compute so far, without what needs none of it: dropout's masks are all made at once."""
         if not self.units:
             return []
         forward = self.eqns[: self.units[0]]
@@ -236,7 +238,15 @@ class _Timing:
             if _jax.is_var(v) and v in made
         ]
         program = _jax.rebuild(self.program, forward, ended)
-        return list(itertools.accumulate(self.clock.each(program), initial=0.0))
+        heavy = {v for eqn in forward if is_heavy(eqn) for v in eqn.outvars}
+        later = set(_jax.dependents(forward, heavy))
+        each = (
+            seconds if index in later or is_heavy(eqn) else 0.0
+            for index, (eqn, seconds) in enumerate(
+                zip(forward, self.clock.each(program), strict=True)
+            )
+        )
+        return list(itertools.accumulate(each, initial=0.0))
 
     def _time_copies(self) -> None:
         """Tie each copy to the host to the first later value by which it can be done.

@@ -2,6 +2,8 @@
 
 import dataclasses
 import fnmatch
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -189,6 +191,29 @@ def test_a_third_copy_waits_for_the_first():
         ended = ends.get(timing.eqns[before].outvars[0])
         if copy in begins and ended is not None:
             assert begins[copy] >= ended
+
+
+@jdelta.remat
+def dropping(w, x):
+    h = x @ w
+    keep = jax.random.bernoulli(jax.random.key(0), 0.5, h.shape)
+    return x + jnp.where(keep, jnp.tanh(h), 0.0) @ w
+
+
+def test_what_can_be_made_at_any_time_hides_no_copy():
+    def with_dropout(ws, x):
+        return jnp.mean(functools.reduce(lambda x, w: dropping(w, x), ws, x) ** 2)
+
+    args = list(stacked(3)), jax.random.normal(jax.random.key(1), (4, 8))
+    timing = timing_of(jax.value_and_grad(with_dropout), args, ("*/tanh",))
+    taken = {
+        eqn.primitive.name: after - before
+        for eqn, (before, after) in zip(
+            timing.eqns, itertools.pairwise(timing.elapsed), strict=False
+        )
+    }
+    assert taken["random_bits"] == 0.0
+    assert taken["dot_general"] > 0.0
 
 
 def test_the_first_fetch_is_beside_the_head_unless_the_least_memory_is_wanted():
