@@ -127,8 +127,7 @@ class _Timing:
         units: Indices of the backward units, in program order.
         needs: Host values that each backward unit is the first to fetch.
         offloads: Whether anything goes to the host for a unit.
-        elapsed: Seconds of compute before each equation up to the first backward unit, as far as it
-            has its place there.
+        elapsed: Seconds of compute before each equation up to the first backward unit.
         head: Where in the head the first backward unit's values are fetched: the index of an
             equation, and its result that they wait for.
         fetches: From a backward unit (its number) to the host values to fetch when it begins;
@@ -226,7 +225,11 @@ class _Timing:
         ]
 
     def _elapsed(self) -> list[float]:
-        """Compute so far, without what needs none of it: dropout's masks are all made at once."""
+        """Compute before each equation.
+
+        What depends on no product has no place of its own in XLA:GPU's schedule: it makes the masks
+        of all dropouts at once. On TPUs they are where the program has them.
+        """
         if not self.units:
             return []
         forward = self.eqns[: self.units[0]]
@@ -238,14 +241,12 @@ class _Timing:
             if _jax.is_var(v) and v in made
         ]
         program = _jax.rebuild(self.program, forward, ended)
-        heavy = {v for eqn in forward if is_heavy(eqn) for v in eqn.outvars}
-        later = set(_jax.dependents(forward, heavy))
-        each = (
-            seconds if index in later or is_heavy(eqn) else 0.0
-            for index, (eqn, seconds) in enumerate(
-                zip(forward, self.clock.each(program), strict=True)
-            )
-        )
+        each = self.clock.each(program)
+        if self.tied:
+            heavy = {v for eqn in forward if is_heavy(eqn) for v in eqn.outvars}
+            after = set(_jax.dependents(forward, heavy))
+            placed = (i in after or is_heavy(eqn) for i, eqn in enumerate(forward))
+            each = [s if has_place else 0.0 for s, has_place in zip(each, placed, strict=True)]
         return list(itertools.accumulate(each, initial=0.0))
 
     def _time_copies(self) -> None:
