@@ -1,52 +1,76 @@
-"""What is a plain step priced at as it is traced, and by what its compiler made of it?
+"""What is a step priced at as it is traced, and by what its compiler made of it?
 
-*traced* is the roofline that plans are made with, of the program before it is compiled; *compiled*
-the same rates on the instructions of the compiled one, fusions as XLA makes them. For a TPU the
-second takes what the compiler leaves on the chip for free, so there the cycles that it notes on its
-instructions stand beside them, at the clock that the chip's published FLOP/s need of its matrix
-units. Nothing is run on a device.
+First the plain step, in seconds: *traced* is the roofline that plans are made with, of the program
+before it is compiled; *compiled* the same rates on the instructions of the compiled one, fusions as
+XLA makes them. For a TPU the second takes what the compiler leaves on the chip for free, so there
+the cycles that it notes on its instructions stand beside them, at the clock that the chip's
+published FLOP/s need of its matrix units. Then what plans for 80, 60 and 40 % of the plain peak add
+to it: by their own *estimate*, by the program as it is traced under them, and by the instructions
+of both compiled programs. Nothing is run on a device.
 
     python -m benchmarks.prices --target cuda:h100 --json benchmarks/results/prices.json
 """
 
+import jdelta
 from benchmarks import programs, record
 from benchmarks.budgets import STEPS, TARGETS
 from benchmarks.models import build
 from benchmarks.record import Row
-from jdelta._target import resolve
 
+SHARES = (None, 0.8, 0.6, 0.4)
 HEADS = "step target traced compiled above cycles above".split()
+ADDED = "step target budget estimate traced compiled".split()
 
 PER_CYCLE = {"tpu:v5e:2x2": 4 * 2 * 128 * 128}
 """By target, what its four matrix units of 128 x 128 add and multiply in a cycle."""
 
 
-def row(step: str, target: str) -> Row:
-    """Prices the plain step.
+def row(step: str, target: str, share: float | None) -> Row:
+    """Prices one program.
 
     Args:
         step: A key of `budgets.STEPS`.
         target: Where to compile for.
+        share: The budget of a plan, as a part of the plain peak; None for the plain step.
     """
-    program = programs.traced(build(**STEPS[step]), target)
-    compiled = program.scheduled
+    plain = programs.traced(build(**STEPS[step]), target)
+    if share is None:
+        return _seconds(plain)
+    case = build(**STEPS[step], remat=jdelta.remat)
+    budget = min(int(share * plain.measured.peak), plain.target.memory)
+    found, plan = programs.plan(case, budget, target)
+    if plan is None:
+        return found
+    planned = programs.planned(case, plan)
+    return {
+        "peak": plan.compiled_peak,
+        "estimate": plan.overhead_share,
+        "traced": planned.price.seconds / plain.price.seconds - 1,
+        "compiled": planned.added(plain) if plain.scheduled else None,
+    }
+
+
+def _seconds(plain: programs.Program) -> Row:
+    """The plain step by all readings."""
+    traced, compiled, target = plain.price.compute, plain.scheduled, plain.target
     if not compiled:
-        return {"traced": program.price.compute}
-    seconds = {"traced": program.price.compute, "compiled": compiled["scheduled"]}
-    if target in PER_CYCLE:
-        clock = resolve(target).rates.flops("bfloat16") / PER_CYCLE[target]
+        return {"traced": traced}
+    seconds = {"traced": traced, "compiled": compiled["scheduled"]}
+    if target.name in PER_CYCLE:
+        clock = target.rates.flops("bfloat16") / PER_CYCLE[target.name]
         seconds["cycles"] = compiled["cycles"] / clock
     return seconds
 
 
 def cells(r: Row) -> list[str]:
-    """One line of the table; milliseconds, and what *traced* is above the others."""
+    """One line of the first table: milliseconds, and what *traced* is above the others."""
     head = [r["step"], r["target"], f"{1e3 * r['traced']:.1f}"]
     if "compiled" not in r:
         return [*head, "refused", "", "", ""]
-    for reading in ("compiled", "cycles"):
-        head += _beside(r["traced"], r.get(reading))
-    return head
+    return [
+        *head,
+        *(cell for k in ("compiled", "cycles") for cell in _beside(r["traced"], r.get(k))),
+    ]
 
 
 def _beside(traced: float, seconds: float | None) -> list[str]:
@@ -54,16 +78,33 @@ def _beside(traced: float, seconds: float | None) -> list[str]:
     return [f"{1e3 * seconds:.1f}", f"{traced / seconds - 1:+.0%}"] if seconds else ["", ""]
 
 
+def added(r: Row) -> list[str]:
+    """One line of the second table: what a plan adds, in percent of the plain step."""
+    head = [r["step"], r["target"], f"{r['share']:.0%}"]
+    if "error" in r:
+        return [*head, "below floor", "", ""]
+    return [*head, *("" if r[k] is None else f"{r[k]:+.1%}" for k in ADDED[3:])]
+
+
+def tables(rows: list[Row]) -> list[tuple[list[str], list[list[str]]]]:
+    """Heads and lines of both tables."""
+    plain = [cells(r) for r in rows if r["share"] is None]
+    return [(HEADS, plain), (ADDED, [added(r) for r in rows if r["share"] is not None])]
+
+
 def markdown(rows: list[Row]) -> str:
     """The rows as the docs show them."""
-    return record.table(HEADS, map(cells, rows))
+    return "\n\n".join(record.table(*table) for table in tables(rows))
 
 
 def main() -> None:
     options = record.options(record.parser(__doc__, STEPS, TARGETS), markdown)
-    jobs = record.jobs(options.target or TARGETS, options.step or STEPS)
+    jobs = record.jobs(options.target or TARGETS, options.step or STEPS, share=SHARES)
     rows = record.run(jobs, row, options.json)
-    record.show("a plain step, as traced and as compiled (ms)", HEADS, map(cells, rows))
+    for title, table in zip(
+        ("a plain step (ms)", "what plans add to it"), tables(rows), strict=True
+    ):
+        record.show(title, *table)
 
 
 if __name__ == "__main__":

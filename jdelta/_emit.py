@@ -221,7 +221,7 @@ def _options(target: Target, policy: Policy | None, needed: int) -> dict[str, st
     """Options of XLA that make it do what the policy says, for this one program.
 
     CUDA: XLA runs transfers beside compute by itself on an H100 but not on an A100, where each
-    would end where it starts (``benchmarks/offload.py``: nothing hidden, else 45 to 100 %).
+    would end where it starts (``benchmarks/offload.py``: nothing hidden, else 64 to 100 %).
 
     TPU, outside of loops: to hide transfers its scheduler takes what memory it sees, so it is told
     of as much as the simulation says is ``needed`` (a wish that it may exceed), or of none where

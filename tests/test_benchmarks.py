@@ -219,15 +219,18 @@ def test_simulation(monkeypatch):
     assert "Median of the plans' errors" in table
 
 
-def test_prices_of_a_plain_step(monkeypatch):
+def test_prices_of_a_step_and_of_plans(monkeypatch):
     monkeypatch.setitem(prices.STEPS, "tiny", {"name": "tiny"})
-    r = {**STEP, **prices.row(**STEP)}
-    assert r["traced"] == pytest.approx(r["compiled"], rel=0.5)
-    for cycles in ({}, {"cycles": 2 * r["traced"]}):
-        assert len(prices.cells({**r, **cycles})) == len(prices.HEADS)
-    table = prices.markdown([{**r, "cycles": 2 * r["traced"]}, {**STEP, "traced": 1.0}])
-    assert "-50%" in table
-    assert "refused" in table
+    plain, plan, error = (
+        {**STEP, "share": share, **prices.row(**STEP, share=share)} for share in (None, 0.6, 0.01)
+    )
+    assert plain["traced"] == pytest.approx(plain["compiled"], rel=0.5)
+    assert 0 < plan["estimate"] < 1
+    assert 0 < plan["traced"] < 1
+    refused = {**STEP, "share": None, "traced": 1.0}
+    slow = {**plain, "cycles": 2 * plain["traced"]}
+    table = prices.markdown([plain, slow, refused, plan, {**plan, "compiled": None}, error])
+    assert table.count("-50%") == table.count("refused") == table.count("below floor") == 1
 
 
 def test_marked_and_unmarked_plans(monkeypatch):
