@@ -94,8 +94,18 @@ def test_scripts_that_pages_name_exist(page):
 
 
 SAME_NAME = (
-    *("compiled_order", "hand_policies", "max_batch", "offload", "order", "per_layer", "resident"),
-    *("rok", "savings", "sharded", "simulation", "small_order", "throttled", "unmarked", "updates"),
+    *("compiled_order", "hand_policies", "max_batch", "offload", "order", "per_layer", "prices"),
+    *(
+        "resident",
+        "rok",
+        "savings",
+        "sharded",
+        "simulation",
+        "small_order",
+        "throttled",
+        "unmarked",
+        "updates",
+    ),
 )
 TABLES = {
     "budgets-cuda-h100": "budgets",
