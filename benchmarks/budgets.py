@@ -67,7 +67,7 @@ HEADS = "step target budget plain floor predicted compiled error use overhead co
 def cells(r: Row) -> list[str]:
     """One line of the table; sizes in MiB."""
     if "error" in r:
-        rest = [mib(r["plain"]), mib(r["floor"]), "-", _refusal(r), *"----"]
+        rest = [mib(r["plain"]), mib(r["floor"]), "-", refusal(r), *"----"]
     else:
         rest = [
             mib(r["plain"]),
@@ -108,12 +108,13 @@ def _cell(r: Row | None) -> str:
     if r is None:
         return "not run"
     if "error" in r:
-        return _refusal(r)
+        return refusal(r)
     off = r["predicted_peak"] / r["compiled_peak"] - 1
     return f"{r['compiled_peak'] >> 20} ({off:+.1%}, {r['overhead'] / r['step_seconds']:.1%})"
 
 
-def _refusal(r: Row) -> str:
+def refusal(r: Row) -> str:
+    """Why a row has no plan."""
     return "below floor" if r["floor"] else "over memory"
 
 

@@ -13,7 +13,7 @@ of both compiled programs. Nothing is run on a device.
 
 import jdelta
 from benchmarks import programs, record
-from benchmarks.budgets import STEPS, TARGETS
+from benchmarks.budgets import STEPS, TARGETS, refusal
 from benchmarks.models import build
 from benchmarks.record import Row
 
@@ -37,15 +37,14 @@ def row(step: str, target: str, share: float | None) -> Row:
     if share is None:
         return _seconds(plain)
     case = build(**STEPS[step], remat=jdelta.remat)
-    budget = min(int(share * plain.measured.peak), plain.target.memory)
-    found, plan = programs.plan(case, budget, target)
+    found, plan = programs.plan(case, int(share * plain.measured.peak), target)
     if plan is None:
         return found
     planned = programs.planned(case, plan)
     return {
         "peak": plan.compiled_peak,
         "estimate": plan.overhead_share,
-        "traced": planned.price.seconds / plain.price.seconds - 1,
+        "traced": planned.added_as_traced(plain),
         "compiled": planned.added(plain) if plain.scheduled else None,
     }
 
@@ -82,7 +81,7 @@ def added(r: Row) -> list[str]:
     """One line of the second table: what a plan adds, in percent of the plain step."""
     head = [r["step"], r["target"], f"{r['share']:.0%}"]
     if "error" in r:
-        return [*head, "below floor", "", ""]
+        return [*head, refusal(r), "", ""]
     return [*head, *("" if r[k] is None else f"{r[k]:+.1%}" for k in ADDED[3:])]
 
 

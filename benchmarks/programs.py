@@ -89,6 +89,10 @@ class Program:
         """
         if plain.scheduled:
             return self.scheduled["scheduled"] / plain.scheduled["scheduled"] - 1
+        return self.added_as_traced(plain)
+
+    def added_as_traced(self, plain: "Program") -> float:
+        """What its operations as traced are priced above those of the plain step, as a part."""
         return self.price.seconds / plain.price.seconds - 1
 
     @functools.cached_property

@@ -14,14 +14,12 @@ from jdelta._graph import BARRIER, Graph, Operation
 from jdelta._jax import scan_counts
 from jdelta._primitives import FREE, MATMULS, SUMS, VIEWS
 
-NOTHING: frozenset[int] = frozenset()
-
 _PASSED_ON = VIEWS | FREE | {BARRIER}
 _PARTIAL_READS = frozenset({"slice", "dynamic_slice", "gather"})
 
 
 def moved_bytes(
-    graph: Graph, op: Operation, roots: Sequence[frozenset[int]], there: frozenset[int] = NOTHING
+    graph: Graph, op: Operation, roots: Sequence[frozenset[int]], there: frozenset[int]
 ) -> float:
     """Bytes read and written; nothing for what is computed inside its readers.
 
@@ -41,7 +39,7 @@ def moved_bytes(
 
 
 def _read(op: Operation, roots: Sequence[frozenset[int]]) -> frozenset[int]:
-    return NOTHING.union(*(roots[v] for v in op.inputs))
+    return frozenset[int]().union(*(roots[v] for v in op.inputs))
 
 
 def read_along(

@@ -95,17 +95,8 @@ def test_scripts_that_pages_name_exist(page):
 
 SAME_NAME = (
     *("compiled_order", "hand_policies", "max_batch", "offload", "order", "per_layer", "prices"),
-    *(
-        "resident",
-        "rok",
-        "savings",
-        "sharded",
-        "simulation",
-        "small_order",
-        "throttled",
-        "unmarked",
-        "updates",
-    ),
+    *("resident", "rok", "savings", "sharded", "simulation", "small_order", "throttled"),
+    *("unmarked", "updates"),
 )
 TABLES = {
     "budgets-cuda-h100": "budgets",
