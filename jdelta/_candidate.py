@@ -27,7 +27,7 @@ class Candidate:
 
     Attributes:
         decisions: One for each residual; None stands for the plain step.
-        overhead: Predicted seconds they add to the step.
+        overhead: Predicted seconds they add to the step; below zero where it is quicker.
         emission: The traced step.
         measurement: What the compiler says, once asked.
         compiled: The executable, where the devices are attached.
@@ -71,9 +71,14 @@ class Found:
     compiles: int
 
     @property
+    def is_used(self) -> bool:
+        """Whether the budget is used."""
+        return self.best.peak >= GOOD_USE * self.budget
+
+    @property
     def is_good(self) -> bool:
         """Whether the budget is used, or nothing is left to use it for."""
-        return self.best.peak >= GOOD_USE * self.budget or not self.best.overhead
+        return self.is_used or not self.best.overhead
 
 
 def not_there(names: Sequence[str], away: Mapping[str, int], measurement: Measurement) -> str:

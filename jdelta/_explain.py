@@ -38,6 +38,7 @@ class Explanation:
         lifespan: Predicted seconds from the end of the forward work on one of them to its use in
             the backward pass, in the plain step.
         recompute: Predicted seconds to compute all of them again, the chain included.
+        holding: Predicted seconds for copies that saving them takes.
         chain: What has to be computed again before it, as the plan decides about the others.
         transfers: Predicted seconds of their transfers, out and in, on the link; None where they
             may not be offloaded.
@@ -56,6 +57,7 @@ class Explanation:
     bytes: int
     lifespan: float
     recompute: float
+    holding: float
     chain: tuple[str, ...]
     transfers: tuple[float, float] | None
     refusal: str
@@ -73,6 +75,8 @@ class Explanation:
         yield f"  {array}{times}, {format_bytes(self.bytes)} per device"
         yield f"  alive for {format_seconds(self.lifespan)} if kept (predicted)"
         after = f", after {format_some(self.chain, 4)}" if self.chain else ""
+        if self.holding:
+            yield f"  save: {format_seconds(self.holding)} of copies to and from stacks of loops"
         yield f"  recompute: {format_seconds(self.recompute)}{after}"
         yield f"  offload: {self._offload()}"
         yield f"  {self._turning()}"
@@ -146,6 +150,7 @@ class _Explaining:
             bytes=row.bytes,
             lifespan=self._lifespan(r),
             recompute=row.regions * (r.seconds + sum(c.seconds for c in chain)),
+            holding=row.holding,
             chain=tuple(c.name for c in chain),
             transfers=None if refusal else seconds,
             refusal=refusal,

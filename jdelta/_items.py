@@ -88,9 +88,9 @@ class Items:
 
     def recompute_seconds(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step, transfers to the host left out."""
-        kept = {Decision.OFFLOAD: Decision.SAVE}
+        tiers = tuple(t for t in self.whole.tiers if t.decision is not Decision.OFFLOAD)
         given = [decisions[r.name] for r in self.residuals]
-        return self.whole.overhead([kept.get(d, d) for d in given])
+        return replace(self.whole, tiers=tiers).overhead(given)
 
     def overhead(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step."""
@@ -141,6 +141,7 @@ def _part_of(item: Item, number: int, parts: int, sources: tuple[int, ...]) -> I
         name=f"{item.name}#{number}",
         bytes=item.bytes / parts,
         seconds=item.seconds / parts,
+        holding=item.holding / parts,
         sources=sources,
         moves=tuple(
             Move(
@@ -301,6 +302,7 @@ class _Maker:
             seconds=r.seconds,
             sources=sources,
             needed=r.needed,
+            holding=r.holding,
             moves=tuple(move for move in moves if move),
         )
 

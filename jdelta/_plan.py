@@ -66,7 +66,8 @@ class Plan:
         estimates: Which of ``floor`` and ``ceiling`` are predictions, since finding the plan took
             no compile of theirs. The floor in a ``BudgetError`` is always compiled.
         overhead: Predicted seconds that recompute, and transfers as far as the compiled schedule
-            exposes them, add to a step.
+            exposes them, add to a step. None where recompute is predicted to take less than keeping
+            everything, as in loops on GPUs: no plan claims to be quicker than the plain step.
         step_seconds: Predicted seconds of the plain step.
         result: How the search ended, and what to do about it.
         compiles: Programs compiled to find the plan (those known from the disk cache included).

@@ -36,6 +36,11 @@ from jdelta._ways import Way
 MARGIN = 0.05
 """Share of a target's memory left to allocator and runtime when no budget is given."""
 
+_QUICKER = (
+    "More would fit, but to keep it in the stacks of loops is predicted to take longer than to "
+    "compute it again."
+)
+
 Pins: TypeAlias = Mapping[str, Decision | str] | Callable[..., Any]
 
 _NO_PINS: Pins = MappingProxyType({})
@@ -270,7 +275,7 @@ def _plan(
         floor=result.floor,
         ceiling=result.ceiling,
         estimates=result.estimates,
-        overhead=best.overhead,
+        overhead=max(0.0, best.overhead),
         step_seconds=program_seconds(found.graph, where.rates, where.platform),
         result=_result(result),
         compiles=result.compiles,
@@ -305,7 +310,8 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
 def _result(found: Found) -> str:
     if found.best.decisions is None:
         return "The plain step fits: nothing is rematerialised."
-    return (found.best.outcome or Outcome.HEURISTIC).value
+    result = (found.best.outcome or Outcome.HEURISTIC).value
+    return result if found.is_used or found.best.overhead > 0 else f"{result} {_QUICKER}"
 
 
 def _host_capacity(host_budget: int | str | None, target: Target, placed: Any) -> float:

@@ -53,6 +53,8 @@ class Item:
         needed: Whether the backward pass itself reads it. An item that is not needed costs
             nothing when dropped, unless it is the source of something that is recomputed.
         moves: The ways that it may leave the device, at most one for each decision.
+        holding: Seconds that saving it costs: copies to where it stays, and from there. None where
+            it takes no bytes.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Item:
     sources: tuple[int, ...] = ()
     needed: bool = True
     moves: tuple[Move, ...] = ()
+    holding: float = 0.0
 
     def move(self, to: Decision) -> Move | None:
         """How it moves by a decision; None where it may not."""
@@ -118,9 +121,15 @@ class Problem:
         return [move for move in moves if move is not None]
 
     def overhead(self, decisions: Sequence[Decision]) -> float:
-        """Seconds that ``decisions`` add to the step: recompute chains and exposed transfers."""
-        pairs = zip(self.items, self.recomputed(decisions), strict=True)
-        seconds = sum(item.seconds for item, again in pairs if again)
+        """Seconds that ``decisions`` add to a step that saves all its backward pass reads.
+
+        They are recompute chains, exposed transfers, and what it costs to save more; less than zero
+        where it costs less to recompute.
+        """
+        seconds = 0.0
+        for item, d, again in zip(self.items, decisions, self.recomputed(decisions), strict=True):
+            seconds += item.seconds * again
+            seconds += item.holding * ((d is Decision.SAVE) - item.needed)
         for tier in self.tiers:
             moves = self.moved(decisions, tier)
             seconds += sum(move.seconds_exposed for move in moves)

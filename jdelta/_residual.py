@@ -13,6 +13,7 @@ from jdelta._primitives import CHEAP, FREE, PARTS, VIEWS
 from jdelta._shardy import Spec
 from jdelta._target import Target
 from jdelta._trace import Region
+from jdelta._traffic import stacked_passes
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Residual:
             is recomputed from it.
         read_narrowly: Whether nothing but matrix products and casts to bfloat16 reads it.
         seconds: Predicted seconds to compute all instances of a step again, given its sources.
+        holding: Predicted seconds that saving them in stacks of loops costs.
         loops: Number of loops that keep its instances; offload works under one at most.
         repeats: How often all of that happens in a step: iterations of the loops that have the
             backward pass inside too (micro-batches, several steps in one).
@@ -60,6 +62,7 @@ class Residual:
     seconds: float
     loops: int
     repeats: int = 1
+    holding: float = 0.0
     spec: Spec = ()
     conditional: bool = False
     boundary: bool = False
@@ -114,6 +117,7 @@ class _Analysis:
         self.inputs = {v for v, name in self.names.items() if name.is_input}
         self.constant = self._constant()
         self.makers, read = self._forward()
+        self.passes = stacked_passes(self.graph, self.makers, self.base, Compiler(target.platform))
         self.needed = self._through_what_is_no_item(read)
         self.narrow = read_narrowly(self.graph)
 
@@ -233,10 +237,19 @@ class _Analysis:
             seconds=sum(chain.work.values()) * nest.trips,
             loops=nest.loops + (op.times > 1),
             repeats=nest.repeats,
+            holding=self._holding(op, value, copies),
             spec=((), *what.spec) if copies > 1 and what.spec else what.spec,
             conditional=self.region.conditional or self.names[value].conditional,
             given=self.names[value].given,
         )
+
+    def _holding(self, op: Operation, value: int, copies: int) -> float:
+        """Seconds that saving a value in the stacks of a step's loops costs."""
+        nest = self.region.nest
+        if not nest.loops and op.times == 1:
+            return 0.0
+        size = self.graph.values[value].bytes * copies * op.times * nest.trips
+        return self.passes.get(value, 0.0) * size / self.target.rates.bandwidth
 
     def _plan_name(self, value: int) -> str:
         return f"{self.region.name}/{self.names[value].removeprefix(self.prefix)}"

@@ -34,6 +34,7 @@ class Row:
         sample: One of them.
         bytes: Bytes of all of them.
         seconds: Seconds to recompute all of them.
+        holding: Seconds for copies that saving them takes.
         decision: What the plan does with them.
     """
 
@@ -42,6 +43,7 @@ class Row:
     sample: Residual
     bytes: int
     seconds: float
+    holding: float
     decision: Decision
 
     @property
@@ -63,6 +65,8 @@ class Row:
             return f"file instead of {recompute}"
         if not self.sample.needed:
             return "backward reads it only through others"
+        if self.holding > self.seconds:
+            return f"{recompute}, saving takes {format_seconds(self.holding)}"
         return recompute if self.seconds else "fused where it is read"
 
 
@@ -80,6 +84,7 @@ def rows(residuals: Sequence[Residual], decisions: Mapping[str, Decision]) -> li
             sample=group[0],
             bytes=sum(r.bytes for r in group),
             seconds=sum(r.seconds for r in group),
+            holding=sum(r.holding for r in group),
             decision=decisions[group[0].name],
         )
         for key, group in groups.items()

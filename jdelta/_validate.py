@@ -84,9 +84,13 @@ def _bytes(problem: Problem, solution: Solution) -> dict[Decision, float]:
 
 
 def _seconds(problem: Problem, solution: Solution) -> float:
-    """Seconds added to the step: each direction's exposed transfers, and what is computed again."""
+    """Seconds added to the step: exposed transfers, what is computed again, what saving costs."""
+    pairs = zip(problem.items, solution.decisions, strict=True)
+    held = [item.holding for item, decision in pairs if decision is Decision.SAVE]
+    spared = [-item.holding for item in problem.items if item.needed]
     again = [problem.items[index].seconds for index in _again(problem, solution)]
-    return math.fsum((*again, *(_exposed(problem, solution, tier) for tier in problem.tiers)))
+    exposed = [_exposed(problem, solution, tier) for tier in problem.tiers]
+    return math.fsum((*held, *spared, *again, *exposed))
 
 
 def _exposed(problem: Problem, solution: Solution, tier: Tier) -> float:

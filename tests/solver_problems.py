@@ -63,6 +63,14 @@ def plain(*pairs: tuple[float, float]) -> tuple[Item, ...]:
     return tuple(Item(f"x{k}", size, seconds) for k, (size, seconds) in enumerate(pairs))
 
 
+def held_in_loops(*triples: tuple[float, float, float]) -> tuple[Item, ...]:
+    """Items of (bytes, seconds, seconds that saving them costs)."""
+    return tuple(
+        Item(f"x{k}", size, seconds, (), True, (), holding)
+        for k, (size, seconds, holding) in enumerate(triples)
+    )
+
+
 def movable(*triples: tuple[float, float, float]) -> tuple[Item, ...]:
     """Items of (bytes, seconds, seconds of transfer to the host in each direction)."""
     return tuple(
@@ -106,7 +114,7 @@ AMOUNTS = st.one_of(
 
 
 @st.composite
-def problems(draw: st.DrawFn, most: int = 7, link: bool = True) -> Problem:
+def problems(draw: st.DrawFn, most: int = 7, link: bool = True, hold: bool = True) -> Problem:
     items: list[Item] = []
     for index in range(draw(st.integers(1, most))):
         sources = draw(st.sets(st.integers(0, index - 1), max_size=2)) if index else set()
@@ -118,7 +126,9 @@ def problems(draw: st.DrawFn, most: int = 7, link: bool = True) -> Problem:
         ]
         needed = draw(st.integers(0, 3)) > 0
         again = draw(AMOUNTS)
-        items.append(Item(f"x{index}", size, again, tuple(sorted(sources)), needed, tuple(moves)))
+        holding = draw(AMOUNTS) if hold and size and draw(st.booleans()) else 0.0
+        before = tuple(sorted(sources))
+        items.append(Item(f"x{index}", size, again, before, needed, tuple(moves), holding))
     total = sum(item.bytes for item in items)
     hidden = st.sampled_from([0.0, 1.5, 4.0])
     room = st.sampled_from([math.inf, total / 2, total / 5])

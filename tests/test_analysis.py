@@ -20,8 +20,9 @@ from jdelta._graph import graph_of
 from jdelta._items import items_of
 from jdelta._peak import stored_sizes, timeline
 from jdelta._residual import residuals
+from jdelta._solver import Knapsack
 from jdelta._table import rows
-from jdelta._target import resolve
+from jdelta._target import published, resolve
 from jdelta._trace import trace
 
 RATES = Rates(
@@ -540,3 +541,47 @@ def test_what_is_made_of_an_array_that_a_call_holds_has_a_name_too():
     made = [d for name, d in plan.decisions.items() if name.endswith("/exp")]
     assert made == [Decision.RECOMPUTE] * 2
     assert jnp.allclose(plan.jit()(*args), step(*args), rtol=1e-6)
+
+
+def in_loop(target, width=16):
+    """Residuals of a loop over layers, on a target."""
+
+    @jdelta.remat
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    def loss(ws, x):
+        return jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0].sum()
+
+    shapes = (6, width, width), (64, width)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    (region,) = trace(jax.grad(loss), *args).regions
+    return residuals(region, target)
+
+
+def test_gpus_pay_for_what_their_loops_keep():
+    """Zeros first; what a product makes, or the iteration reads too, is copied there."""
+    where = published("cuda:h100")
+    found = {r.producer: r for r in in_loop(where)}
+    times = {p: r.holding * where.rates.bandwidth / r.bytes for p, r in found.items()}
+    # Its derivative, which nothing else would write, is written there at once.
+    assert times == pytest.approx({"dot_general": 3.0, "tanh": 3.0, "sub": 2.0})
+    assert not any(r.holding for r in in_loop(published("tpu:v5e")))
+    assert not any(r.holding for r in residuals_unrolled(where))
+
+
+def residuals_unrolled(target):
+    shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    layer = jdelta.remat(lambda w, x: jnp.tanh(x @ w))
+    found = trace(jax.grad(lambda w, x: jnp.sum(layer(w, layer(w, x)))), shape, shape)
+    return [r for region in found.regions for r in residuals(region, target)]
+
+
+def test_copies_in_loops_are_worth_it_for_wide_products_only():
+    where = published("cuda:h100")
+    for width, kept in ((64, False), (8192, True)):
+        items = items_of(in_loop(where, width), where, 0.0, {})
+        problem = dataclasses.replace(items.problem, capacity=1e12)
+        solution = Knapsack().solve(problem)
+        nothing = problem.overhead([Decision.RECOMPUTE] * len(problem.items))
+        assert (solution.kept_bytes > 0) == (solution.overhead < nothing) == kept

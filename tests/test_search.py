@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import needs_cuda
 
 import jdelta
 from jdelta._emit import emit
@@ -172,3 +173,18 @@ def test_what_is_left_after_a_miss_is_used_with_layers_alike(monkeypatch):
     assert plan.grouping.layers == 1
     assert max(peaks[1:-1]) < peaks[-1] == plan.compiled_peak <= BUDGET
     assert plan.compiles == len(peaks) == 4
+
+
+@needs_cuda
+def test_what_takes_longer_to_keep_than_to_compute_is_not_kept(monkeypatch):
+    """Narrow layers in a GPU's loop: most of the budget is left, and nothing is slower for it."""
+    monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: (None, of_simulated(e)))
+    monkeypatch.setattr("jdelta._compiles._known", {})
+    plan = jdelta.plan(scanned, 0.9, *STACKED, target="cuda:h100", host_budget=0)
+    assert plan.compiled_peak < 0.9 * plan.budget
+    assert plan.overhead == 0.0
+    assert "predicted to take longer" in plan.result
+    assert "saving takes" in str(plan)
+    least = jdelta.plan(scanned, plan.compiled_peak, *STACKED, target="cuda:h100", host_budget=0)
+    assert least.decisions == plan.decisions

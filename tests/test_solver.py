@@ -19,6 +19,7 @@ from solver_problems import (
     SPILL_,
     brute,
     files,
+    held_in_loops,
     host,
     movable,
     nothing,
@@ -84,6 +85,19 @@ TABLE = {
     "files are no way without a tier's room": (
         Problem(tiered((4, 9, 1, 0)), 0.0, host() + files(3.0)),
         2.0,
+    ),
+    "dear to hold": (Problem(held_in_loops((4, 3, 5), (4, 7, 5)), 8.0), -2.0),
+    "dear to hold and not needed": (
+        Problem((Item("x", 1, 2, (), False, (), 5.0), Item("y", 4, 1, (0,), True)), 1.0),
+        3.0,
+    ),
+    "held in place of a chain": (
+        Problem((Item("x", 1, 6, (), False, (), 5.0), Item("y", 4, 1, (0,), True)), 1.0),
+        6.0,
+    ),
+    "dear to hold on the device": (
+        Problem((replace(*movable((4, 9, 1)), holding=3.0),), 4.0, host()),
+        -1.0,
     ),
     "each link hides its own": (
         Problem(tiered((4, 9, 2, 2), (4, 9, 2, 2)), 0.0, host(9.0, 2, 2) + files(9.0, 2, 2)),

@@ -98,6 +98,11 @@ def scattered(count: int) -> tuple[Item, ...]:
     return tuple(build.items)
 
 
+def stacked(items: tuple[Item, ...]) -> tuple[Item, ...]:
+    """Items that cost copies of five times their bytes to save, as rows of a GPU's loop."""
+    return tuple(replace(item, holding=5 * item.bytes / MEMORY) for item in items)
+
+
 def share(problem: Problem, overhead: float, best: float) -> float:
     """Value of an overhead, as part of the value of the best one."""
     nothing = problem.overhead([Decision.RECOMPUTE] * len(problem.items))
@@ -118,6 +123,7 @@ MODELS = {
     **{f"ResNet {p}": modelled(resnet(), p) for p in (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)},
     **{f"slow link {p}": modelled(transformer(12, 25e9), p, 1.0) for p in (0.1, 0.2, 0.5)},
     **{f"fast link {p}": modelled(resnet(2e11), p, 0.05) for p in (0.1, 0.5, 0.7)},
+    **{f"in a GPU's loop {p}": modelled(stacked(transformer(1)), p) for p in (0.2, 0.5, 0.9)},
     **{f"1000 scattered {p}": modelled(scattered(1000), p) for p in (0.2, 0.5)},
 }
 

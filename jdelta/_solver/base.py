@@ -50,6 +50,7 @@ class Solver(abc.ABC):
 def _amounts(item: Item) -> Iterator[tuple[str, float]]:
     yield "bytes", item.bytes
     yield "seconds", item.seconds
+    yield "holding", item.holding
     for move in item.moves:
         for field in ("seconds_out", "seconds_in", "bytes", "seconds_exposed"):
             yield f"{move.to.value}.{field}", getattr(move, field)

@@ -72,8 +72,8 @@ class Director:
         for link, (_, queue) in zip(links, self.queues, strict=True):
             self._use(link, queue, codes, prices)
             exposed += link.exposed()
-        kept, again = self._recompute(codes)
-        return np.ascontiguousarray(codes.T), kept, again + exposed
+        kept, seconds = self._stay(codes)
+        return np.ascontiguousarray(codes.T), kept, seconds + exposed
 
     def _grant(self, link: "_Link", queue: Queue, codes: Codes) -> None:
         """Move what is wished to move, in place, as long as there is room; save the rest."""
@@ -86,13 +86,14 @@ class Director:
     def _use(self, link: "_Link", queue: Queue, codes: Codes, prices: Numbers) -> None:
         """Move saved items, in place, where that is worth it."""
         for index, move in queue:
-            row, worth = codes[index], prices * self.problem.items[index].bytes
+            item = self.problem.items[index]
+            row, worth = codes[index], prices * item.bytes + item.holding
             taken = (link.late(move) <= worth) & (row == SAVE) & (link.room >= move.bytes)
             row[taken] = link.code
             link.take(taken, move)
 
-    def _recompute(self, codes: Codes) -> tuple[Numbers, Numbers]:
-        """Saved bytes, and seconds of recompute, of each state."""
+    def _stay(self, codes: Codes) -> tuple[Numbers, Numbers]:
+        """Saved bytes of each state, and seconds to save them and to recompute the rest."""
         kept, seconds = np.zeros(codes.shape[1]), np.zeros(codes.shape[1])
         used = np.zeros(codes.shape, dtype=bool)
         for index in reversed(range(len(codes))):
@@ -102,8 +103,9 @@ class Director:
                 again &= used[index]
             for source in item.sources:
                 used[source] |= again
-            seconds += again * item.seconds
-            kept += (codes[index] == SAVE) * item.bytes
+            saved = codes[index] == SAVE
+            seconds += again * item.seconds + saved * item.holding
+            kept += saved * item.bytes
         return kept, seconds
 
 

@@ -47,6 +47,7 @@ class Exchange:
         items = problem.items
         self.chains = chains
         self.bytes = np.array([item.bytes for item in items], dtype=float)
+        self.holding = np.array([item.holding for item in items], dtype=float)
         self.links = [_Link(items, tier) for tier in problem.tiers]
 
     def propose(self, frontier: Frontier, gap: Gap) -> list[Codes]:
@@ -93,15 +94,16 @@ class Exchange:
         useful = (self.bytes > 0) & ~(gone & (chain == 0))
         # Hidden seconds that a moved item sets free are worth as many bytes as it has.
         freed = saved | (moved & (leave == 0))
+        spared = leave + self.holding * saved
         targets = (
-            (RECOMPUTE, ~gone, -self.bytes * freed, chain - leave),
-            (SAVE, gone | (leave > 0), self.bytes, -np.where(gone, chain, leave)),
+            (RECOMPUTE, ~gone, -self.bytes * freed, chain - spared),
+            (SAVE, gone | (leave > 0), self.bytes, self.holding - np.where(gone, chain, leave)),
             *(
                 (
                     link.code,
                     link.room(codes) & ((enter > 0) | moved),
                     -self.bytes * saved,
-                    enter - leave - chain * gone,
+                    enter - spared - chain * gone,
                 )
                 for link, (enter, _) in zip(self.links, exposures, strict=True)
             ),

@@ -73,6 +73,7 @@ class Filter:
         size = len(items)
         self.bytes = np.array([item.bytes for item in items], dtype=float)
         self.seconds = np.array([item.seconds for item in items], dtype=float)
+        self.holding = np.array([item.holding for item in items], dtype=float)
         self.needed = np.array([item.needed for item in items], dtype=bool)
         self.exits = exits
         self.fixed = np.where(self.bytes == 0, SAVE, fixed)
@@ -116,6 +117,7 @@ class Filter:
     def _at(self, price: float) -> list[Corner]:
         """The best states at a price, that which keeps least first."""
         worth = price * np.where(self.bytes > 0, self.bytes, 1.0)  # Not 0 times infinity.
+        worth = worth + self.holding
         stay = np.minimum(worth, self.exits.seconds)
         stay[self.fixed != FREE] = 0.0
         stay[self.fixed == RECOMPUTE] = np.inf
@@ -126,9 +128,11 @@ class Filter:
     def _corner(self, used: Any, again: Any, code: Any) -> Corner:
         codes = np.where(used & ~again, code, RECOMPUTE)
         codes = np.where(self.fixed == FREE, codes, self.fixed).astype(np.int8)
+        saved = codes == SAVE
+        stay = float(self.holding[saved & (self.fixed == FREE)].sum())
         moved = float(self.exits.seconds[(codes >= MOVED) & (self.fixed == FREE)].sum())
-        seconds = float(self.seconds[used & again].sum()) + moved
-        return Corner(float(self.bytes[codes == SAVE].sum()), seconds, codes)
+        seconds = float(self.seconds[used & again].sum()) + stay + moved
+        return Corner(float(self.bytes[saved].sum()), seconds, codes)
 
     def _cut(self, stay: Numbers) -> list[tuple[Any, Any]]:
         """Items in use and items recomputed, in the cut nearest the source and the sink.

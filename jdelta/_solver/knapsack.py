@@ -124,7 +124,7 @@ def _single_items(chains: Chains) -> list[Codes]:
     chains.start(weightless)
     states, most = [nothing], 0.0
     for index in sorted(range(len(items)), key=lambda i: items[i].bytes):
-        worth = chains.seconds(index)
+        worth = chains.seconds(index) - items[index].holding
         if worth > most and not weightless[index]:
             most = worth
             states.append(nothing.copy())

@@ -29,7 +29,8 @@ class Milp(Solver):
     ``i`` has binaries ``s_i`` (save) and ``m_it`` (move to tier ``t``) and a continuous ``r_i`` in
     [0, 1] (computed again); ``x_t`` and ``y_t`` are exposed seconds of a link, out and in::
 
-        minimise    sum_i seconds_i r_i + sum_t (sum_i exposed_it m_it + x_t + y_t)
+        minimise    sum_i (seconds_i r_i + holding_i s_i)
+                    + sum_t (sum_i exposed_it m_it + x_t + y_t)
         subject to  s_i + sum_t m_it <= 1
                     r_i >= 1 - s_i - sum_t m_it               for each needed i
                     r_j >= r_i - s_j - sum_t m_jt             for each source j of i
@@ -130,7 +131,7 @@ class _Programme:
         moves = itertools.chain.from_iterable(self.moves)
         result = scipy.optimize.milp(
             [
-                *[0.0] * self.size,
+                *[item.holding * self.second for item in self.problem.items],
                 *[move.seconds_exposed * self.second if move else 0.0 for move in moves],
                 *[item.seconds * self.second for item in self.problem.items],
                 *[1.0] * links,

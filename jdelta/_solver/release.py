@@ -28,6 +28,7 @@ class Release:
     def __init__(self, chains: Chains, exits: Exits, high: Corner, low: Corner):
         self.chains = chains
         self.bytes = [item.bytes for item in chains.items]
+        self.holding = [item.holding for item in chains.items]
         self.transfer: list[float] = exits.seconds.tolist()
         self.row = high.codes.copy()
         self.codes: list[int] = self.row.tolist()  # The same, for quick look-ups.
@@ -72,7 +73,8 @@ class Release:
     def _rank(self, index: int) -> float:
         """Seconds lost per byte, net of what the bytes are worth at the price."""
         old, new = self.codes[index], self.goal[index]
-        lost = self.price * self.bytes[index] * ((new == SAVE) - (old == SAVE))
+        stay = self.price * self.bytes[index] + self.holding[index]
+        lost = stay * ((new == SAVE) - (old == SAVE))
         if new >= MOVED:
             lost += self.transfer[index]
         if old >= MOVED:
