@@ -124,9 +124,16 @@ def stacked_passes(
     if not compiler.copies_into_stacks:
         return {}
     made = {v for op in forward for v in op.outputs}
-    outputs = [v for v in graph.outputs if v in made]
-    roots = storage(replace(graph, operations=list(forward), outputs=outputs), compiler)
     in_forward = {id(op) for op in forward}
+    there = {*made, *graph.given}
+    program = [
+        op
+        for op in graph.operations
+        if id(op) in in_forward
+        or (op.primitive in VIEWS and op.inputs and base[op.inputs[0]] in there)
+    ]
+    outputs = [base[v] for v in graph.outputs if v is not None and base[v] in made]
+    roots = storage(replace(graph, operations=program, outputs=outputs), compiler)
     backward = (op for op in graph.operations if id(op) not in in_forward)
     reading = (op for op in forward if op.primitive not in _PASSED_ON)
     copied = {base[v] for op in reading for v in op.inputs}

@@ -553,7 +553,7 @@ def in_loop(target, width=16):
     def loss(ws, x):
         return jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0].sum()
 
-    shapes = (6, width, width), (64, width)
+    shapes = (6, width, width), (4096, width)
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     (region,) = trace(jax.grad(loss), *args).regions
     return residuals(region, target)
