@@ -120,7 +120,7 @@ def refusal(r: Row) -> str:
 
 VERDICT = (
     *("step", "target", "budgets", "plans", "over budget", "slower than a smaller budget's"),
-    *("97 % used, or nothing recomputed", "error", "compiles"),
+    *("97 % used, or nothing added", "error", "compiles"),
 )
 
 

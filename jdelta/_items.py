@@ -87,6 +87,10 @@ class Items:
         return replace(self, problem=replace(self.problem, items=closed))
 
     def recompute_seconds(self, decisions: Mapping[str, Decision]) -> float:
+        """Seconds to compute again what complete decisions drop."""
+        return self.whole.recompute_seconds([decisions[r.name] for r in self.residuals])
+
+    def overhead_but_for_host(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step, transfers to the host left out."""
         tiers = tuple(t for t in self.whole.tiers if t.decision is not Decision.OFFLOAD)
         given = [decisions[r.name] for r in self.residuals]

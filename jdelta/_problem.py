@@ -120,16 +120,20 @@ class Problem:
         moves = [item.move(d) for item, d in pairs if d is tier.decision]
         return [move for move in moves if move is not None]
 
+    def recompute_seconds(self, decisions: Sequence[Decision]) -> float:
+        """Seconds to compute again what ``decisions`` drop, chains included."""
+        pairs = zip(self.items, self.recomputed(decisions), strict=True)
+        return sum(item.seconds for item, again in pairs if again)
+
     def overhead(self, decisions: Sequence[Decision]) -> float:
         """Seconds that ``decisions`` add to a step that saves all its backward pass reads.
 
-        They are recompute chains, exposed transfers, and what it costs to save more; less than zero
-        where it costs less to recompute.
+        They are recompute, exposed transfers, and what it costs to save more; less than zero where
+        it costs less to recompute.
         """
-        seconds = 0.0
-        for item, d, again in zip(self.items, decisions, self.recomputed(decisions), strict=True):
-            seconds += item.seconds * again
-            seconds += item.holding * ((d is Decision.SAVE) - item.needed)
+        seconds = self.recompute_seconds(decisions)
+        for item, decision in zip(self.items, decisions, strict=True):
+            seconds += item.holding * ((decision is Decision.SAVE) - item.needed)
         for tier in self.tiers:
             moves = self.moved(decisions, tier)
             seconds += sum(move.seconds_exposed for move in moves)

@@ -104,7 +104,7 @@ class Search:
         self._extra = self._splitting if step.grouping.layers > 1 else 0.0
         if step.grouping.nested:
             everything = items.decisions([Decision.RECOMPUTE] * len(items.problem.items))
-            self._extra += items.overhead(everything)
+            self._extra += items.recompute_seconds(everything)
 
     def bound(self, budget: Budget) -> int:
         """The budget in bytes; the plain step is compiled if it is a share, or may fit."""
@@ -379,8 +379,8 @@ class Search:
         if candidate.decisions is not None:
             self._correction.learn(candidate)
         if candidate.decisions is not None and measurement.host:
-            recompute = self.items.recompute_seconds(candidate.decisions)
-            seconds = recompute + measurement.overlap.exposed + self._extra
+            rest = self.items.overhead_but_for_host(candidate.decisions)
+            seconds = rest + measurement.overlap.exposed + self._extra
             candidate = replace(candidate, overhead=seconds)
         if emission.policy is not None and not self._offload_failed(candidate):
             overhead, peak = candidate.overhead, candidate.peak
