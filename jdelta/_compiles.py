@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,8 +19,6 @@ from jdelta._region import Grouping
 
 _LOG = logging.getLogger(__name__)
 
-_Measured: TypeAlias = tuple[jax.stages.Compiled | None, Measurement]
-
 _known: dict[Any, dict[tuple[Grouping, Policy], tuple[float, int]]] = {}
 """Overhead and compiled peak of each plan compiled so far, by grouping and policy,
 for each program: a plan found for a small budget is never missed by a larger one."""
@@ -32,6 +30,20 @@ LEAST_TRUST = 0.5
 """Part of the error of a simulation that is carried over to a plan with a far higher peak. In MiB
 the error was, at the floor and at 60 % of the plain peak: on CUDA 0 and 0 (GPT-2), 94 and 94
 (Llama), -183 and -66 (ResNet-50), -65 and -64 (BERT), -16 and -271 (MLP)."""
+
+
+class Program(NamedTuple):
+    """A compiled program.
+
+    Attributes:
+        compiled: The executable, where the devices are attached.
+        measurement: What the compiler says of it.
+        predicted: Peak predicted before it was compiled, bytes per device.
+    """
+
+    compiled: jax.stages.Compiled | None
+    measurement: Measurement
+    predicted: int
 
 
 class KnownPlan(NamedTuple):
@@ -63,14 +75,14 @@ class Compiles:
                 key are known.
         """
         self.count = 0
-        self._programs: dict[tuple[Grouping, Policy | None], _Measured] = {}
+        self._programs: dict[tuple[Grouping, Policy | None], Program] = {}
         self._known = _known.setdefault(key, {})
 
     def has(self, grouping: Grouping, policy: Policy | None) -> bool:
         """Whether the program was compiled already."""
         return (grouping, policy) in self._programs
 
-    def measured(self, step: Step, candidate: Candidate) -> _Measured:
+    def measured(self, step: Step, candidate: Candidate) -> Program:
         """What the compiler makes and says of a candidate for the step."""
         emission, program = candidate.emission, (step.grouping, candidate.emission.policy)
         if program not in self._programs:
@@ -78,10 +90,11 @@ class Compiles:
             what = "the plain step" if candidate.decisions is None else "a plan"
             predicted = format_bytes(candidate.predicted)
             _LOG.info("compiling %s (program %d), %s predicted", what, self.count, predicted)
-            self._programs[program] = measure(
+            compiled, measurement = measure(
                 emission.lower(), step.target, emission.options, computed=emission.computed
             )
-            _LOG.info("%s takes %s", what, format_bytes(self._programs[program][1].peak))
+            self._programs[program] = Program(compiled, measurement, candidate.predicted)
+            _LOG.info("%s takes %s", what, format_bytes(measurement.peak))
         return self._programs[program]
 
     def know(self, grouping: Grouping, policy: Policy, overhead: float, peak: int) -> None:

@@ -371,11 +371,12 @@ class Search:
             SpillError: The program does not write and read what it should.
         """
         emission = candidate.emission
-        compiled, measurement = self._compiles.measured(self.step, candidate)
+        program = self._compiles.measured(self.step, candidate)
+        measurement = program.measurement
         if candidate.decisions is not None and not measurement.refused:
             files = measurement.files
             check_spilled(self.items.residuals, candidate.decisions, emission.spilled, files)
-        candidate = replace(candidate, measurement=measurement, compiled=compiled)
+        candidate = replace(candidate, **program._asdict())
         if candidate.decisions is not None:
             self._correction.learn(candidate)
         if candidate.decisions is not None and measurement.host:

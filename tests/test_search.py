@@ -137,6 +137,24 @@ def test_a_search_that_goes_on_compiles_nothing_again(monkeypatch):
     assert plan.compiles == len(compiled) == len(set(compiled))
 
 
+def test_a_prediction_is_what_was_said_before_compiling(monkeypatch):
+    """However often the search comes by the plan again, with its error known by then."""
+    compiled = []
+
+    def measured(emission, *args, **options):
+        compiled.append(emission.policy)
+        return None, dataclasses.replace(EXACT, peak=int(1.005 * emission.simulated))
+
+    monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._compiles.measure", measured)
+    monkeypatch.setattr("jdelta._compiles._known", {})
+    monkeypatch.setattr("jdelta._candidate.GOOD_USE", 2.0)  # so that it goes on
+    monkeypatch.setattr("jdelta._search.Search.better_grouping", lambda *_: None)
+    plan = jdelta.plan(scanned, BUDGET, *STACKED, target="tpu:v5e:2x2", host_budget=0)
+    assert compiled == [plan.policy]
+    assert plan.predicted_peak == pytest.approx(plan.compiled_peak / 1.005, rel=1e-4)
+
+
 def test_layers_decided_apart_in_vain_are_counted(monkeypatch):
     compiled, apart = [], []
 
