@@ -311,7 +311,7 @@ def _result(found: Found) -> str:
     if found.best.decisions is None:
         return "The plain step fits: nothing is rematerialised."
     result = (found.best.outcome or Outcome.HEURISTIC).value
-    return result if found.is_used or found.best.overhead > 0 else f"{result} {_QUICKER}"
+    return result if found.is_used or found.best.overhead >= 0 else f"{result} {_QUICKER}"
 
 
 def _host_capacity(host_budget: int | str | None, target: Target, placed: Any) -> float:
