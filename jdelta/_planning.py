@@ -37,8 +37,8 @@ MARGIN = 0.05
 """Share of a target's memory left to allocator and runtime when no budget is given."""
 
 _QUICKER = (
-    "More would fit, but to keep it in the stacks of loops is predicted to take longer than to "
-    "compute it again."
+    "Some of the budget is left: to keep more in the stacks of loops is predicted to take longer "
+    "than to compute it again."
 )
 
 Pins: TypeAlias = Mapping[str, Decision | str] | Callable[..., Any]
