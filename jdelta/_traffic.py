@@ -113,8 +113,6 @@ def stacked_passes(
 ) -> Mapping[int, int]:
     """For each buffer how often its bytes move when loops save it, beside what they do otherwise.
 
-    A GPT-2's residuals of 10 GiB, on ``cuda:h100``: 14 of the 31 ms of its step.
-
     Args:
         graph: The derivative of what the loops run, in which they are unfolded.
         forward: Its operations that the forward pass runs; their results might be saved.
