@@ -84,8 +84,9 @@ class Compiles:
 
     def measured(self, step: Step, candidate: Candidate) -> Program:
         """What the compiler makes and says of a candidate for the step."""
-        emission, program = candidate.emission, (step.grouping, candidate.emission.policy)
-        if program not in self._programs:
+        emission = candidate.emission
+        key = step.grouping, emission.policy
+        if key not in self._programs:
             self.count += 1
             what = "the plain step" if candidate.decisions is None else "a plan"
             predicted = format_bytes(candidate.predicted)
@@ -93,9 +94,9 @@ class Compiles:
             compiled, measurement = measure(
                 emission.lower(), step.target, emission.options, computed=emission.computed
             )
-            self._programs[program] = Program(compiled, measurement, candidate.predicted)
+            self._programs[key] = Program(compiled, measurement, candidate.predicted)
             _LOG.info("%s takes %s", what, format_bytes(measurement.peak))
-        return self._programs[program]
+        return self._programs[key]
 
     def know(self, grouping: Grouping, policy: Policy, overhead: float, peak: int) -> None:
         """Remember a plan that does what it says, for this and any later search."""

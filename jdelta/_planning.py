@@ -36,7 +36,7 @@ from jdelta._ways import Way
 MARGIN = 0.05
 """Share of a target's memory left to allocator and runtime when no budget is given."""
 
-_QUICKER = (
+_BUDGET_IS_LEFT = (
     "Some of the budget is left: to keep more in the stacks of loops is predicted to take longer "
     "than to compute it again."
 )
@@ -311,7 +311,7 @@ def _result(found: Found) -> str:
     if found.best.decisions is None:
         return "The plain step fits: nothing is rematerialised."
     result = (found.best.outcome or Outcome.HEURISTIC).value
-    return result if found.is_used or found.best.overhead >= 0 else f"{result} {_QUICKER}"
+    return result if found.is_used or found.best.overhead >= 0 else f"{result} {_BUDGET_IS_LEFT}"
 
 
 def _host_capacity(host_budget: int | str | None, target: Target, placed: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -117,7 +118,6 @@ class _Analysis:
         self.inputs = {v for v, name in self.names.items() if name.is_input}
         self.constant = self._constant()
         self.makers, read = self._forward()
-        self.passes = stacked_passes(self.graph, self.makers, self.base, Compiler(target.platform))
         self.needed = self._through_what_is_no_item(read)
         self.narrow = read_narrowly(self.graph)
 
@@ -243,13 +243,19 @@ class _Analysis:
             given=self.names[value].given,
         )
 
+    @functools.cached_property
+    def _passes(self) -> Mapping[int, int]:
+        """For each buffer how often its bytes move when loops save it; no loop, no need to know."""
+        compiler = Compiler(self.target.platform)
+        return stacked_passes(self.graph, self.makers, self.base, compiler)
+
     def _holding(self, op: Operation, value: int, copies: int) -> float:
         """Seconds that saving a value in the stacks of a step's loops costs."""
         nest = self.region.nest
         if not nest.loops and op.times == 1:
             return 0.0
         size = self.graph.values[value].bytes * copies * op.times * nest.trips
-        return self.passes.get(value, 0.0) * size / self.target.rates.bandwidth
+        return self._passes.get(value, 0) * size / self.target.rates.bandwidth
 
     def _plan_name(self, value: int) -> str:
         return f"{self.region.name}/{self.names[value].removeprefix(self.prefix)}"

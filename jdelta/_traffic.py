@@ -123,13 +123,7 @@ def stacked_passes(
         return {}
     made = {v for op in forward for v in op.outputs}
     in_forward = {id(op) for op in forward}
-    there = {*made, *graph.given}
-    program = [
-        op
-        for op in graph.operations
-        if id(op) in in_forward
-        or (op.primitive in VIEWS and op.inputs and base[op.inputs[0]] in there)
-    ]
+    program = [op for op in graph.operations if id(op) in in_forward or op.primitive in VIEWS]
     outputs = [base[v] for v in graph.outputs if v is not None and base[v] in made]
     roots = storage(replace(graph, operations=program, outputs=outputs), compiler)
     backward = (op for op in graph.operations if id(op) not in in_forward)

@@ -62,7 +62,8 @@ def test_the_compiled_peak_is_within_the_budget_and_near_the_prediction(step, sh
     assert plan.host_bytes == 0
     # What the scanned GPT-2 would have to copy to keep takes a GPU longer than to compute it again.
     is_quicker = step is GPT2 and target.startswith("cuda")
-    assert (0 if is_quicker else 1e-6) <= plan.overhead < plan.step_seconds
+    assert 0 <= plan.overhead < plan.step_seconds
+    assert (plan.overhead == 0) == is_quicker
     has_code = target.startswith("tpu")  # in device memory
     assert (plan.code_bytes > 0) == ("beside the peak" in str(plan)) == has_code
 
