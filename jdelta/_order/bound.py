@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import coo_array, csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+import scipy
 
 from jdelta._order.problem import CORE, Groups, Ints, Order, Problem
 
@@ -99,16 +99,17 @@ def _least(problem: Problem, sides: _Sides, free: Ints) -> tuple[int, Mask]:
     source = len(free) + len(tensors)
     unit = max(1, -(-int(problem.bytes[tensors].sum()) // _CAPACITY))
     network = _network(problem, sides, free, tensors, unit)
-    flow = maximum_flow(network, source, source + 1)
+    flow: Any = scipy.sparse.csgraph.maximum_flow(network, source, source + 1)
     left = network - flow.flow
     left.data[left.data < 0] = 0
     left.eliminate_zeros()
     reached = np.zeros(source + 2, dtype=bool)
-    reached[breadth_first_order(left, source, return_predecessors=False)] = True
+    order = scipy.sparse.csgraph.breadth_first_order(left, source, return_predecessors=False)
+    reached[order] = True
     return int(flow.flow_value) * unit, reached[: len(free)]
 
 
-def _network(problem: Problem, sides: _Sides, free: Ints, tensors: Ints, unit: int) -> csr_array:
+def _network(problem: Problem, sides: _Sides, free: Ints, tensors: Ints, unit: int) -> Any:
     """The flow network: free operators, tensors that may cross, source (has run), sink (has not).
 
     From a tensor's maker to the tensor go its bytes; from a tensor to its users, and from operators
@@ -132,7 +133,7 @@ def _network(problem: Problem, sides: _Sides, free: Ints, tensors: Ints, unit: i
     carried = np.concatenate([problem.bytes[tensors] // unit, endless])
     kept = (head != source) & (carried > 0)
     cells = carried[kept].astype(np.int32), (tail[kept], head[kept])
-    return csr_array(coo_array(cells, shape=(sink + 1, sink + 1)))
+    return scipy.sparse.csr_array(scipy.sparse.coo_array(cells, shape=(sink + 1, sink + 1)))
 
 
 def _may_cross(problem: Problem, sides: _Sides) -> Ints:

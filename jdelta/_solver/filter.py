@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import scipy.sparse
-import scipy.sparse.csgraph
+import scipy
 
 from jdelta._decision import Decision
 from jdelta._problem import Item

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import scipy.optimize
-import scipy.sparse
+import scipy  # imports its parts when they are first used, which takes long
 
 from jdelta._decision import Decision
 from jdelta._problem import Problem
@@ -234,7 +233,7 @@ class _Programme:
                     row[column + i] = weight / capacity
             self._add(row, 1.0)
 
-    def _constraints(self) -> scipy.optimize.LinearConstraint:
+    def _constraints(self) -> Any:
         entries = [(k, column, a) for k, row in enumerate(self.rows) for column, a in row.items()]
         rows, columns, values = zip(*entries, strict=True)
         shape = (len(self.rows), len(self.upper))
