@@ -37,8 +37,17 @@ def is_mark(scope: str) -> bool:
 
 
 def marked(eqns: Sequence[Eqn]) -> list[Eqn]:
-    """Equations with a mark on each that makes a value which one of them names."""
-    makers = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    """Equations with a mark on each that makes a value which one of them names.
+
+    One that makes several such values (``unstack``) runs for any of them, so it has no mark.
+    """
+    named = {eqn.invars[0] for eqn in eqns if _jax.named_value(eqn)}
+    makers = {
+        v: i
+        for i, eqn in enumerate(eqns)
+        for v in eqn.outvars
+        if len(named.intersection(eqn.outvars)) == 1
+    }
     result = list(eqns)
     for eqn in eqns:
         name = _jax.named_value(eqn)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jdelta
 from jdelta._marks import Computed
@@ -55,6 +56,28 @@ def step(w, x):
         return jnp.mean(y**2)
 
     return w - jax.grad(loss)(w)
+
+
+def test_a_part_that_is_kept_is_not_taken_for_computed_again_with_the_others():
+    """All parts come out of one equation, which runs again for those that are dropped."""
+
+    @jdelta.remat
+    def layer(x, w):
+        q, k, v = map(checkpoint_name, jnp.split(x @ w, 3, axis=1), "qkv")
+        return x + (q @ k.T) @ v
+
+    def step(ws, x):
+        def loss(ws):
+            return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0])
+
+        return jax.grad(loss)(ws)
+
+    args = jnp.ones((4, 32, 96)), jnp.ones((512, 32))
+    pin = {"*": "recompute", "layer/q": "save", "layer/input*": "save"}
+    plan = jdelta.plan(step, None, *args, pin=pin)
+    assert plan.decisions["layer/q"] is jdelta.Decision.SAVE
+    assert plan.decisions["layer/k"] is jdelta.Decision.RECOMPUTE
+    assert plan.undone == ()
 
 
 SHAPES = (
