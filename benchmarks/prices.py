@@ -16,6 +16,7 @@ from benchmarks import programs, record
 from benchmarks.budgets import STEPS, TARGETS, refusal
 from benchmarks.models import build
 from benchmarks.record import Row
+from jdelta._target import Target
 
 SHARES = (None, 0.8, 0.6, 0.4)
 HEADS = "step target traced compiled above cycles above".split()
@@ -56,9 +57,13 @@ def _seconds(plain: programs.Program) -> Row:
         return {"traced": traced}
     seconds = {"traced": traced, "compiled": compiled["scheduled"]}
     if target.name in PER_CYCLE:
-        clock = target.rates.flops("bfloat16") / PER_CYCLE[target.name]
-        seconds["cycles"] = compiled["cycles"] / clock
+        seconds["cycles"] = compiled["cycles"] / clock(target)
     return seconds
+
+
+def clock(target: Target) -> float:
+    """Cycles in a second of a TPU."""
+    return target.rates.flops("bfloat16") / PER_CYCLE[target.name]
 
 
 def cells(r: Row) -> list[str]:

@@ -17,7 +17,7 @@ from jdelta._chips import Rates
 from jdelta._collective import collective_seconds, contracted
 from jdelta._fusion import Compiler, storage
 from jdelta._graph import BARRIER, RESHARD, TRANSFER, Graph, Operation, graph_of
-from jdelta._primitives import CHEAP, FREE, MATMULS, RANDOM, VIEWS
+from jdelta._primitives import BITS, CHEAP, FREE, MATMULS, RANDOM, VIEWS
 from jdelta._shardy import parts
 from jdelta._traffic import moved_bytes, read_along, stacked_bytes
 
@@ -48,17 +48,6 @@ def _convolution(graph: Graph, op: Operation) -> float:
     out_features = kernel[op.params["dimension_numbers"].rhs_spec[0]]
     multiplies = math.prod(kernel) / out_features  # kernel already holds in / groups features
     return 2.0 * multiplies * _elements(graph, op.outputs[:1])
-
-
-@_rule("random_bits", "threefry2x32")
-def _random(graph: Graph, op: Operation) -> float:
-    """Operations on integers, as compilers count them (`benchmarks.xla.random_bits`).
-
-    A run of threefry an element is 126 to 148 instructions on a TPU, and 79 on a GPU, which rotates
-    in one. XLA's own generator (``rbg``) takes about half as long on either.
-    """
-    each = 50.0 if "rbg" in graph.values[op.inputs[0]].dtype else 100.0
-    return each * _elements(graph, op.outputs[:1])
 
 
 @_rule("sort", "top_k", "approx_top_k")
@@ -141,7 +130,8 @@ def operation_seconds(
     if op.primitive in _NOTHING:
         return 0.0
     moved = moved_bytes(graph, op, roots, there) / rates.bandwidth
-    return max(_arithmetic(graph, op, rates), moved) + collective_seconds(graph, op, rates)
+    arithmetic = _arithmetic(graph, op, rates, Compiler(platform))
+    return max(arithmetic, moved) + collective_seconds(graph, op, rates)
 
 
 def _loop_seconds(op: Operation, body: Graph, rates: Rates, platform: str) -> float:
@@ -152,10 +142,13 @@ def _loop_seconds(op: Operation, body: Graph, rates: Rates, platform: str) -> fl
     return op.trips * (stacked + sum(_each(body, roots, rates, platform)))
 
 
-def _arithmetic(graph: Graph, op: Operation, rates: Rates) -> float:
+def _arithmetic(graph: Graph, op: Operation, rates: Rates, compiler: Compiler) -> float:
     """Seconds of the operations of a single execution."""
     if op.primitive == "pallas_call":
-        return _kernel(op, rates)
+        return _kernel(op, rates, compiler)
+    if op.primitive in BITS:
+        each = compiler.bits_work(rbg="rbg" in graph.values[op.inputs[0]].dtype)
+        return each * _elements(graph, op.outputs[:1]) / rates.integer
     rule = _RULES.get(op.primitive)
     work = rule(graph, op) if rule else _default_work(graph, op)
     if op.primitive in MATMULS | _ATTENTION:
@@ -163,7 +156,7 @@ def _arithmetic(graph: Graph, op: Operation, rates: Rates) -> float:
     return work / (rates.integer if op.primitive in RANDOM else rates.vector)
 
 
-def _kernel(op: Operation, rates: Rates) -> float:
+def _kernel(op: Operation, rates: Rates, compiler: Compiler) -> float:
     """Seconds of a Pallas kernel: as its author says, else as its body does at each point."""
     body = graph_of(op.params["jaxpr"])
     said = op.params.get("cost_estimate")
@@ -173,17 +166,17 @@ def _kernel(op: Operation, rates: Rates) -> float:
         rate = rates.flops(dtypes[0]) if dtypes else rates.vector
         return max(said.flops / rate, 10.0 * said.transcendentals / rates.vector)
     points = math.prod(n for n in op.params["grid_mapping"].grid if isinstance(n, int))
-    return points * _inside(body, rates)
+    return points * _inside(body, rates, compiler)
 
 
-def _inside(body: Graph, rates: Rates) -> float:
+def _inside(body: Graph, rates: Rates, compiler: Compiler) -> float:
     """Seconds of the operations in the body of a kernel."""
     seconds = 0.0
     for op in body.operations:
         if op.body is not None:
-            seconds += op.trips * _inside(op.body, rates)
+            seconds += op.trips * _inside(op.body, rates, compiler)
         elif op.primitive not in _NOTHING | _REFERENCES:
-            seconds += _arithmetic(body, op, rates)
+            seconds += _arithmetic(body, op, rates, compiler)
     return seconds
 
 

@@ -17,20 +17,26 @@ VIEWS = frozenset(
 FREE = frozenset("broadcast_in_dim iota empty create_token full".split())
 """Made on the fly by whatever reads it, at no cost in memory."""
 
-CHEAP = frozenset(
+SPLITS = frozenset({"split", "unstack"})
+"""Hand out parts of what they read, each as a result of its own."""
+
+CHEAP = SPLITS | frozenset(
     "add add_any sub mul div rem max min neg abs sign floor ceil round select_n eq ne lt le"
     " gt ge and or not xor shift_left shift_right_logical shift_right_arithmetic"
     " convert_element_type bitcast_convert_type clamp integer_pow square is_finite real imag"
     " conj complex slice dynamic_slice pad rev one_minus_square population_count clz nextafter"
-    " split random_wrap random_unwrap".split()
+    " random_wrap random_unwrap".split()
 )
 """Element-wise and cheap enough to be computed again in every reader."""
 
 PARTS = frozenset({"real", "imag"})
 """What a complex value is kept as."""
 
-RANDOM = frozenset("threefry2x32 random_bits random_fold_in random_split random_seed".split())
-"""Make random bits, at a hundred instructions each."""
+BITS = frozenset({"random_bits", "threefry2x32"})
+"""Make an array of random bits, at a hundred instructions an element."""
+
+RANDOM = BITS | frozenset("random_fold_in random_split random_seed".split())
+"""Random bits, and keys."""
 
 EXPENSIVE = RANDOM | frozenset(
     "exp exp2 expm1 log log1p log2 tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh"

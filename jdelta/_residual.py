@@ -10,11 +10,11 @@ from jdelta._cost import operation_seconds
 from jdelta._fusion import Compiler, read_narrowly, storage
 from jdelta._graph import TRANSFER, Graph, Operation
 from jdelta._naming import RegionName
-from jdelta._primitives import CHEAP, FREE, PARTS, VIEWS
+from jdelta._primitives import CHEAP, FREE, PARTS, SPLITS, VIEWS
 from jdelta._shardy import Spec
 from jdelta._target import Target
 from jdelta._trace import Region
-from jdelta._traffic import stacked_passes
+from jdelta._traffic import read_along, stacked_passes
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,22 @@ class _Chain:
 
     Attributes:
         sources: Those residuals, and inputs of the region.
-        work: Seconds of each operation, by its identity: branches that meet share what is above.
+        work: Seconds of what makes a result, by the first one made with it: branches that meet
+            share what is above.
     """
 
     sources: set[int] = field(default_factory=set[int])
     work: dict[int, float] = field(default_factory=dict[int, float])
+
+    def then(self, made: int, seconds: float) -> _Chain:
+        """The chain with one operation more."""
+        return _Chain(self.sources, {**self.work, made: seconds})
+
+
+def _made_together(op: Operation) -> list[tuple[int, ...]]:
+    """The results of an operation, by what has to be computed for one of them."""
+    apart = [(v,) for v in op.outputs]
+    return apart if op.primitive in SPLITS or not apart else [op.outputs]
 
 
 class _Analysis:
@@ -174,27 +185,35 @@ class _Analysis:
         return set(range(len(self.graph.values))) - varying
 
     def residuals(self) -> tuple[Residual, ...]:
-        roots = storage(self.graph, Compiler(self.target.platform))
+        compiler = Compiler(self.target.platform)
+        roots = storage(self.graph, compiler)
+        along = read_along(self.graph, roots, compiler)
+        there = {id(self.graph.operations[index]): read for index, read in along.items()}
         found: dict[int, Residual] = {}
         below: dict[int, _Chain] = {}
         for op in self.makers:
-            chain = self._chain(op, below, found)
-            chain.work[id(op)] = op.times * self.batch * self._seconds(op, roots)
-            for v in op.outputs:
-                if self._is_item(op, v):
-                    found[v] = self._residual(op, v, chain)
-                else:
-                    below[v] = chain
+            whole = self._chain(op, below, found)
+            seconds = self._seconds(op, roots, there.get(id(op), frozenset()))
+            seconds *= op.times * self.batch
+            for made in _made_together(op):
+                chain = whole.then(made[0], seconds * len(made) / len(op.outputs))
+                for v in made:
+                    if self._is_item(op, v):
+                        found[v] = self._residual(op, v, chain)
+                    else:
+                        below[v] = chain
         return tuple(found.values())
 
     def needed_inputs(self) -> frozenset[str]:
         return frozenset(self._plan_name(v) for v in self.inputs & self.needed)
 
-    def _seconds(self, op: Operation, roots: Sequence[frozenset[int]]) -> float:
+    def _seconds(
+        self, op: Operation, roots: Sequence[frozenset[int]], there: frozenset[int]
+    ) -> float:
         target = self.target
         if op.primitive == TRANSFER:  # a weight that is kept on the host is fetched again
             return sum(self.graph.values[v].bytes for v in op.outputs) / target.rates.host_to_device
-        return operation_seconds(self.graph, op, roots, target.rates, target.platform)
+        return operation_seconds(self.graph, op, roots, target.rates, target.platform, there)
 
     def _chain(
         self, op: Operation, below: Mapping[int, _Chain], found: Mapping[int, Residual]

@@ -346,6 +346,18 @@ def product_reduced(x):
     return y, jnp.sum(y, 0), jnp.sum(y * y, 0)
 
 
+def softmaxed(x):
+    return jax.nn.softmax(x * 2.0)
+
+
+def softmaxed_columns(x):
+    return jax.nn.softmax(x * 2.0, axis=0)
+
+
+def taken_apart(x):
+    return jnp.split(x + 1.0, 4, axis=1)
+
+
 def stacked(x):
     return jax.lax.scan(lambda y, _: (y * 2.0 + 1.0, y * y), x, length=8)
 
@@ -363,6 +375,10 @@ MOVED = {
     ("cuda", reduced_again): 2.0,
     ("cuda", made_and_reduced): 2.0,
     ("cuda", product_reduced): 1.0 + 5 / 64,
+    ("cuda", softmaxed): 2.0,
+    ("cuda", softmaxed_columns): 4.0,
+    ("cpu", softmaxed): 4.0,
+    ("cuda", taken_apart): 2.0,
     ("cuda", stacked): 8 * (2 + 2 + 1),
     ("cuda", stacked_and_read): 8 * (2 + 2 + 3),
     ("cpu", twice_reduced): 2.0,
@@ -379,12 +395,20 @@ def test_what_runs_together_reads_once_and_stacks_are_filled_and_copied_to(platf
 
 
 @pytest.mark.parametrize(
-    ("generator", "each"), [("threefry2x32", 100), ("rbg", 50), ("unsafe_rbg", 50)]
+    ("generator", "platform", "each"),
+    [
+        ("threefry2x32", "cpu", 100),
+        ("threefry2x32", "cuda", 80),
+        ("threefry2x32", "tpu", 130),
+        ("rbg", "cpu", 50),
+        ("unsafe_rbg", "tpu", 65),
+    ],
 )
-def test_random_bits_cost_by_their_generator(generator, each):
+def test_random_bits_cost_by_their_generator(generator, platform, each):
     key = jax.random.key(0, impl=generator)
-    taken = seconds(lambda key: jax.random.bits(key, (1024,)), key)
-    assert taken == pytest.approx([each * 1024 / RATES.integer])
+    program = graph(lambda key: jax.random.bits(key, (1024,)), key)
+    taken = program_seconds(program, RATES, platform)
+    assert taken == pytest.approx(each * 1024 / RATES.integer)
 
 
 def test_loops_cost_as_often_as_they_run_and_nothing_is_free():
@@ -505,6 +529,24 @@ def test_branches_that_meet_again_are_priced_once():
 
     one, ten = priced(1), priced(11)
     assert one < ten < 11 * one
+
+
+def test_parts_of_a_value_are_priced_apart():
+    """Each reads and writes its own; all of them need what is taken apart."""
+
+    @jdelta.remat
+    def unit(w, x):
+        q, k, v = jnp.split(x @ w, 3, axis=1)
+        return (q @ k.T) @ v
+
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 192), (64, 64)))
+    where = published("cuda:h100")
+    (region,) = trace(jax.grad(lambda w, x: jnp.sum(unit(w, x))), w, x).regions
+    found = residuals(region, where)
+    product, *parts = [r for r in found if r.shape in ((64, 192), (64, 64))][:4]
+    assert [r.sources for r in parts] == [(product.name,)] * 3
+    times = [r.seconds * where.rates.bandwidth / r.bytes for r in parts]
+    assert times == pytest.approx([2.0] * 3)
 
 
 def test_constants_of_calls_in_a_loop_are_no_inputs_of_its_body():

@@ -1,0 +1,114 @@
+"""What is a single value worth? Its price in the planner's items, and in compiled instructions.
+
+Two plans differ in one value: *alone* keeps it and nothing else that could be computed again,
+*without* keeps everything else. *priced* is what the planner's items say that keeping it spares
+(its recompute, less what it costs to hold), *compiled* the same by the instructions of both
+compiled programs (on TPUs in the cycles that the compiler expects). Milliseconds of the step;
+below zero it is quicker not to keep the value. Nothing is run on a device.
+
+    python -m benchmarks.pins --step "gpt2 scanned" --target cuda:h100 --json rows.json
+"""
+
+import fnmatch
+import functools
+
+import jdelta
+from benchmarks import programs, record
+from benchmarks.budgets import STEPS, TARGETS
+from benchmarks.models import build
+from benchmarks.prices import PER_CYCLE, clock
+from benchmarks.record import Row, mib
+from jdelta import Decision
+from jdelta._boundary import with_boundaries
+from jdelta._emit import Step, emit
+from jdelta._items import Items, items_of
+from jdelta._policy import Policy
+from jdelta._trace import Trace
+
+SMALLEST = 1 << 20
+"""Bytes of a value below which its worth is not looked at."""
+
+BASES = ("alone", "without")
+HEADS = "step target base value MiB priced compiled".split()
+
+
+@functools.cache
+def staged(step: str, target: str) -> tuple[Step, Trace, Items]:
+    """A step and its items."""
+    made, found = programs.staged(build(**STEPS[step], remat=jdelta.remat), target)
+    residuals = with_boundaries(found, made.target)
+    return made, found, items_of(residuals, made.target, 0.0, {}, None)
+
+
+def values(step: str, target: str, unit: str) -> list[str]:
+    """Names of what the backward pass of some units reads and may compute again."""
+    residuals = staged(step, target)[2].residuals
+    fitting = (r for r in residuals if fnmatch.fnmatchcase(r.region, unit) and not r.boundary)
+    return [r.name for r in fitting if r.needed and r.bytes >= SMALLEST]
+
+
+def decided(items: Items, base: str, value: str | None) -> dict[str, Decision]:
+    """Decisions for all residuals: those of the base, but for one value."""
+    saved = {item.name for item in items.problem.items if item.needed and base == "without"}
+    saved ^= {value}
+    return items.decisions(
+        [Decision.SAVE if i.name in saved else Decision.RECOMPUTE for i in items.problem.items]
+    )
+
+
+@functools.cache
+def seconds(step: str, target: str, base: str, value: str | None) -> float:
+    """What the compiled instructions of one plan take."""
+    made, found, items = staged(step, target)
+    names = items.policy_decisions(decided(items, base, value))
+    policy = Policy.of(names, found.loops, made.target.platform)
+    emission = emit(made, policy)
+    graph = emission.timeline.graph
+    program = programs.Program(graph, emission.lower, made.target, emission.options)
+    compiled = program.scheduled
+    if target in PER_CYCLE:
+        return compiled["cycles"] / clock(made.target)
+    return compiled["scheduled"]
+
+
+def row(step: str, target: str, base: str, value: str) -> Row:
+    """What one value is worth beside those that the base keeps."""
+    items = staged(step, target)[2]
+    bytes_ = {r.name: r.bytes for r in items.residuals}[value]
+    sign = 1 if base == "alone" else -1
+    priced = sign * (
+        items.overhead(decided(items, base, None)) - items.overhead(decided(items, base, value))
+    )
+    compiled = sign * (seconds(step, target, base, None) - seconds(step, target, base, value))
+    return {"bytes": bytes_, "priced": priced, "compiled": compiled}
+
+
+def cells(r: Row) -> list[str]:
+    """One line of the table; milliseconds."""
+    figures = [f"{1e3 * r[k]:.2f}" for k in ("priced", "compiled")]
+    return [r["step"], r["target"], r["base"], r["value"], mib(r["bytes"]), *figures]
+
+
+def markdown(rows: list[Row]) -> str:
+    """The rows as the docs show them."""
+    return record.table(HEADS, map(cells, rows))
+
+
+def main() -> None:
+    parser = record.parser(__doc__, STEPS, TARGETS)
+    parser.add_argument("--base", action="append", choices=BASES, help="default: both")
+    parser.add_argument("--unit", default="*", metavar="PATTERN", help="default: all")
+    options = record.options(parser, markdown)
+    jobs = [
+        {"step": step, "target": target, "base": base, "value": value}
+        for target in options.target or TARGETS
+        for step in options.step or STEPS
+        for base in options.base or BASES
+        for value in values(step, target, options.unit)
+    ]
+    rows = record.run(jobs, row, options.json)
+    record.show("what keeping a value spares (ms)", HEADS, map(cells, rows))
+
+
+if __name__ == "__main__":
+    main()
