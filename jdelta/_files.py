@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from jdelta._decision import Decision
 from jdelta._residual import Residual
-from jdelta._spill import Spill, SpillRates, by_callback
+from jdelta._spill import Spill, SpillRates
 from jdelta._target import Target
 from jdelta._ways import Way
 
@@ -74,8 +74,8 @@ def to_files(spill: Spill, rates: SpillRates, residuals: Sequence[Residual], tar
         residuals: The residuals of the step, in the order of the forward pass.
         target: Where the step runs.
     """
-    link = target.rates
-    waiting = 1 / link.device_to_host + 1 / link.host_to_device
+    link, is_host = target.rates, target.platform == "cpu"
+    waiting = 0.0 if is_host else 1 / link.device_to_host + 1 / link.host_to_device
     last = residuals[-1].region if residuals and residuals[-1].loops == 0 else None
 
     def refusal(r: Residual) -> str | None:
@@ -92,7 +92,7 @@ def to_files(spill: Spill, rates: SpillRates, residuals: Sequence[Residual], tar
         refusal,
         hidden_out=sum(scope.bytes for scope in scopes[:hidden]) / rates.write,
         bare=frozenset(r.name for r in residuals if r.loops == 0 and r.region in late),
-        waiting=waiting if by_callback(target.platform) else 0.0,
+        waiting=waiting,
     )
 
 

@@ -18,7 +18,7 @@ from jdelta._errors import BudgetError, PlanMismatchError
 from jdelta._format import format_bytes
 from jdelta._measure import Measurement, measure
 from jdelta._spill import named_errors
-from jdelta._spilled import check_spilled
+from jdelta._spilled import check_handlers, check_spilled
 from jdelta._target import resolve_planned
 from jdelta._trace import Trace, trace
 from jdelta._versions import other_versions
@@ -140,6 +140,8 @@ def recompiled(plan: Plan, step_fn: Callable[..., Any], args: tuple[Any, ...]) -
 
 def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Compiled:
     """Compile a step under a plan and check it against the budget."""
+    if plan.spill_written:
+        check_handlers(resolve_planned(plan.target, call.args))
     program, _, peak = _compiled(plan, call, donate)
     if program is None or peak > plan.budget:
         others = other_versions(plan.versions)

@@ -28,6 +28,7 @@ from jdelta._residual import Residual
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
 from jdelta._spill import Spill, SpillRates, Store, agreed_rates, by_callback
+from jdelta._spilled import check_handlers
 from jdelta._target import Target, is_on_host, resolve
 from jdelta._trace import Trace, trace
 from jdelta._versions import versions
@@ -303,6 +304,7 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
     if spill is None:
         return None, None
     calls = by_callback(target.platform)
+    check_handlers(target)
     rates = agreed_rates(spill)
     return Store(spill, by_callback=calls), rates
 

@@ -10,6 +10,8 @@ from jdelta._decision import Decision
 from jdelta._errors import SpillError
 from jdelta._format import format_bytes, format_some
 from jdelta._residual import Residual
+from jdelta._spill import try_out
+from jdelta._target import Target
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,17 @@ class Emitted:
     def written(self) -> int:
         """Bytes per device that a step writes."""
         return sum(place.bytes * place.trips for place in self.places.values())
+
+
+def check_handlers(target: Target) -> None:
+    """Check that what a step spills comes back on this machine's GPUs, where that can be run.
+
+    Raises:
+        SpillError: It does not.
+    """
+    if target.platform == "cuda" and not target.ahead_of_time:
+        for device in target.devices():
+            try_out(device)
 
 
 def check_spilled(

@@ -11,3 +11,4 @@ from jdelta._spill.rates import agreed_rates as agreed_rates
 from jdelta._spill.rates import rates_of as rates_of
 from jdelta._spill.store import Counters as Counters
 from jdelta._spill.store import Store as Store
+from jdelta._spill.trial import try_out as try_out

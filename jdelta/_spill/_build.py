@@ -41,7 +41,7 @@ def build(folder: Path) -> Path:
     Raises:
         BuildError: There is no compiler or no jaxlib, or the compiler does not accept the sources.
     """
-    command = [*_compiler(), *FLAGS, f"-I{_headers()}", *map(str, sorted(NATIVE.glob("*.cc")))]
+    command = [*compiler(), *FLAGS, f"-I{_headers()}", *map(str, sorted(NATIVE.glob("*.cc")))]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as temporary:
@@ -52,7 +52,7 @@ def build(folder: Path) -> Path:
         raise BuildError(f"{folder}: {error}") from error
 
 
-def _compiler() -> list[str]:
+def compiler() -> list[str]:
     """The C++ compiler: ``$CXX``, or the first one found."""
     if chosen := shlex.split(os.environ.get("CXX", "")):
         return chosen

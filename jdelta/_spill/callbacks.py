@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jdelta._spill.store import Store
 
 
-HANDLED, CALLED = ("cpu",), ("tpu",)
+HANDLED, CALLED = ("cpu", "cuda"), ("tpu",)
 """Platforms with handlers, and those that call their host instead."""
 
 
@@ -33,9 +33,9 @@ def by_callback(platform: str) -> bool:
     """
     if platform not in (*HANDLED, *CALLED):
         raise SpillError(
-            f"spilling on {platform!r} is not supported: jdelta has handlers for the CPU and "
-            "callbacks for TPUs; offload to host memory there (host_budget=), or plan without "
-            "spill="
+            f"spilling on {platform!r} is not supported: jdelta has handlers for CPUs and NVIDIA's "
+            "GPUs, and callbacks for TPUs; offload to host memory there (host_budget=), or plan "
+            "without spill="
         )
     return platform in CALLED
 

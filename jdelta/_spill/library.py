@@ -42,7 +42,7 @@ class Key(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The native part, its operations registered for XLA's CPU client.
+    """The native part, its operations registered for CPUs and NVIDIA's GPUs.
 
     Raises:
         SpillError: It was not built at installation and cannot be built now.
@@ -59,8 +59,9 @@ def library() -> ctypes.CDLL:
         move.argtypes = [number, ctypes.POINTER(Key), ctypes.c_void_p, number, text, number]
     native.jdelta_spill_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, number, ctypes.c_void_p]
     for name in (WRITE, READ):
-        target = jax.ffi.pycapsule(getattr(native, name))
-        jax.ffi.register_ffi_target(name, target, platform="cpu")
+        for platform, suffix in (("cpu", ""), ("CUDA", "_cuda")):
+            target = jax.ffi.pycapsule(getattr(native, name + suffix))
+            jax.ffi.register_ffi_target(name, target, platform=platform)
     return native
 
 

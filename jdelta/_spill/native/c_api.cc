@@ -1,43 +1,18 @@
 // What Python calls through ctypes.
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstring>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <utility>
 
 #include "export.h"
+#include "link.h"
 #include "registry.h"
 #include "summed_copy.h"
+#include "waiter.h"
 
 namespace jdelta {
 namespace {
-
-// Where an operation's answer goes; waits for it.
-class Waiter {
- public:
-  Done done() {
-    return [this](const Status& status) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      status_ = status;
-      answered_.notify_all();
-    };
-  }
-
-  Status Wait(std::optional<Status> status) {
-    if (status.has_value()) return *status;
-    std::unique_lock<std::mutex> lock(mutex_);
-    answered_.wait(lock, [this] { return status_.has_value(); });
-    return *status_;
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable answered_;
-  std::optional<Status> status_;
-};
 
 int Say(const Status& status, char* message, int64_t size) {
   size_t length = std::min<size_t>(status.size(), size - 1);
@@ -78,8 +53,11 @@ JDELTA_EXPORT int64_t jdelta_spill_open(const OpenOptions* options) {
 
 // Whether all threads have ended; otherwise the device still holds one of them.
 JDELTA_EXPORT int jdelta_spill_close(int64_t id) {
-  auto store = jdelta::ForgetStore(id);
-  return store == nullptr || store->Close();
+  jdelta::Opened opened = jdelta::ForgetStore(id);
+  if (opened.store == nullptr) return true;
+  bool ended = opened.store->Close();
+  for (auto& [device, link] : opened.links) link->Close();
+  return ended;
 }
 
 JDELTA_EXPORT void jdelta_spill_settle(int64_t id) {
@@ -105,6 +83,22 @@ JDELTA_EXPORT int jdelta_spill_get(int64_t id, const Key* key, void* data, int64
   if (store == nullptr) return jdelta::Say("the store is closed", message, size);
   jdelta::Waiter waiter;
   return jdelta::Say(waiter.Wait(store->Read(*key, data, bytes, waiter.done())), message, size);
+}
+
+// For tests.
+JDELTA_EXPORT int jdelta_spill_send(int64_t id, const Key* place, uint64_t data, int64_t bytes,
+                                    void* stream, char* message, int64_t size) {
+  return jdelta::Say(jdelta::OnLink(id, place->device, stream, [&](jdelta::Link& link) {
+    return link.Write(*place, data, bytes, stream);
+  }), message, size);
+}
+
+// For tests.
+JDELTA_EXPORT int jdelta_spill_fetch(int64_t id, const Key* place, uint64_t data, int64_t bytes,
+                                     void* stream, char* message, int64_t size) {
+  return jdelta::Say(jdelta::OnLink(id, place->device, stream, [&](jdelta::Link& link) {
+    return link.Read(*place, data, bytes, stream);
+  }), message, size);
 }
 
 // For tests.

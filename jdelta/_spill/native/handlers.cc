@@ -1,13 +1,16 @@
-// The custom calls of traced operations. All memory is the host's: they serve XLA's CPU client.
+// The custom calls of traced operations, for CPUs and for GPUs.
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "cuda.h"
 #include "export.h"
+#include "link.h"
 #include "registry.h"
 #include "xla_ffi.h"
 
@@ -33,9 +36,7 @@ ffi::Future Ready(const Status& status) {
 template <typename Start>
 ffi::Future Answer(int64_t id, Start start) {
   std::shared_ptr<Store> store = FindStore(id);
-  if (store == nullptr) {
-    return Ready("the store of this step is closed; plan the step again");
-  }
+  if (store == nullptr) return Ready(kClosed);
   ffi::Promise promise;
   ffi::Future future(promise);
   auto done = [promise](const Status& status) mutable {
@@ -68,29 +69,67 @@ ffi::Future Read(ffi::RunId run, int32_t device, int64_t id, int64_t slot, Scala
   });
 }
 
-// What every handler is given first.
-auto Bound() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::RunId>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Attr<int64_t>("store")
-      .Attr<int64_t>("slot");
+// On a GPU all memory is the device's, that of scalars too, and nothing has happened yet: what a
+// handler does is put into the program's stream.
+ffi::Error OnStream(Cuda::Stream stream, int64_t id, int32_t device,
+                    const std::function<Status(Link&)>& action) {
+  Status status;
+  try {
+    status = OnLink(id, device, stream, action);
+  } catch (const std::exception& error) {  // of the system: no memory, no thread
+    status = error.what();
+  }
+  return status.empty() ? ffi::Error::Success() : Failure(status);
 }
+
+Cuda::Address AddressOf(const void* data) { return reinterpret_cast<Cuda::Address>(data); }
+
+ffi::Error WriteOnGpu(Cuda::Stream stream, ffi::RunId run, int32_t device, int64_t id, int64_t slot,
+                      ffi::AnyBuffer x, Scalar, ffi::Result<Scalar>) {
+  return OnStream(stream, id, device, [&](Link& link) {
+    Key place{run.run_id, device, slot, 0};
+    return link.Write(place, AddressOf(x.untyped_data()), x.size_bytes(), stream);
+  });
+}
+
+ffi::Error ReadOnGpu(Cuda::Stream stream, ffi::RunId run, int32_t device, int64_t id, int64_t slot,
+                     Scalar, Scalar, ffi::Result<ffi::AnyBuffer> x) {
+  return OnStream(stream, id, device, [&](Link& link) {
+    Key place{run.run_id, device, slot, 0};
+    return link.Read(place, AddressOf(x->untyped_data()), x->size_bytes(), stream);
+  });
+}
+
+// What every handler is given first.
+template <typename Binding>
+auto Bound(Binding binding) {
+  return std::move(binding)
+      .template Ctx<ffi::RunId>()
+      .template Ctx<ffi::DeviceOrdinal>()
+      .template Attr<int64_t>("store")
+      .template Attr<int64_t>("slot");
+}
+
+auto OnHost() { return Bound(ffi::Ffi::Bind()); }
+
+auto OnGpu() { return Bound(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<Cuda::Stream>>()); }
 
 }  // namespace
 }  // namespace jdelta
 
 JDELTA_EXPORT XLA_FFI_Error* jdelta_spill_write(XLA_FFI_CallFrame* frame);
 JDELTA_EXPORT XLA_FFI_Error* jdelta_spill_read(XLA_FFI_CallFrame* frame);
+JDELTA_EXPORT XLA_FFI_Error* jdelta_spill_write_cuda(XLA_FFI_CallFrame* frame);
+JDELTA_EXPORT XLA_FFI_Error* jdelta_spill_read_cuda(XLA_FFI_CallFrame* frame);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_write, jdelta::Write,
-                              jdelta::Bound()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<jdelta::Scalar>()
-                                  .Ret<jdelta::Scalar>());
+#define JDELTA_WRITE(binding) \
+  (binding).Arg<xla::ffi::AnyBuffer>().Arg<jdelta::Scalar>().Ret<jdelta::Scalar>()
+#define JDELTA_READ(binding) \
+  (binding).Arg<jdelta::Scalar>().Arg<jdelta::Scalar>().Ret<xla::ffi::AnyBuffer>()
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_read, jdelta::Read,
-                              jdelta::Bound()
-                                  .Arg<jdelta::Scalar>()
-                                  .Arg<jdelta::Scalar>()
-                                  .Ret<xla::ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_write, jdelta::Write, JDELTA_WRITE(jdelta::OnHost()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_read, jdelta::Read, JDELTA_READ(jdelta::OnHost()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_write_cuda, jdelta::WriteOnGpu,
+                              JDELTA_WRITE(jdelta::OnGpu()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdelta_spill_read_cuda, jdelta::ReadOnGpu,
+                              JDELTA_READ(jdelta::OnGpu()));

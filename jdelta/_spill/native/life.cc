@@ -28,6 +28,22 @@ Status Store::Fail(int64_t id, const Status& status) {
   return status;
 }
 
+Status Store::FailRun(int64_t run, const Status& status) {
+  if (Status unusable = Usable(); !unusable.empty()) return unusable;
+  Lock lock(mutex_);
+  return closed_ ? Status(kClosed) : Fail(run, status);
+}
+
+Status Store::Forward(int64_t run, size_t bytes) {
+  if (Status unusable = Usable(); !unusable.empty()) return unusable;
+  Lock lock(mutex_);
+  if (closed_) return kClosed;
+  if (Run& execution = Begin(run); !execution.error.empty()) return execution.error;
+  counters_.planned += bytes;
+  counters_.forwarded += bytes;
+  return Status();
+}
+
 void Store::FailAll(const Status& status) {
   for (auto& [id, run] : runs_) {
     bool any = false;

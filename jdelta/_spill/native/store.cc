@@ -47,7 +47,7 @@ Status Store::Usable() const {
 }
 
 Status Store::CheckWrite(const Key& key, size_t bytes) {
-  if (closed_) return "the store of this step is closed; plan the step again";
+  if (closed_) return kClosed;
   Run& run = Begin(key.run);
   if (!run.error.empty()) return run.error;
   if (entries_.count(key)) return Name(key) + " is written twice in one execution";
@@ -60,7 +60,7 @@ Status Store::CheckWrite(const Key& key, size_t bytes) {
 }
 
 Status Store::CheckRead(const Key& key, size_t bytes) {
-  if (closed_) return "the store of this step is closed; plan the step again";
+  if (closed_) return kClosed;
   auto run = runs_.find(key.run);
   if (run != runs_.end() && !run->second.error.empty()) return run->second.error;
   auto found = entries_.find(key);

@@ -72,6 +72,12 @@ class Store : public std::enable_shared_from_this<Store> {
   std::optional<Status> Write(const Key& key, const void* data, size_t bytes, Done done);
   std::optional<Status> Read(const Key& key, void* data, size_t bytes, Done done);
 
+  // Counts what an execution has got back without having written it. Its error if it has failed.
+  Status Forward(int64_t run, size_t bytes);
+
+  // Fails an execution. Answers with what it failed for, which may be something earlier.
+  Status FailRun(int64_t run, const Status& status);
+
   // Returns when all that was to be written is written; then forgets what memory still has of it.
   void Settle();
 
