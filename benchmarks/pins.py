@@ -11,6 +11,9 @@ below zero it is quicker not to keep the value. Nothing is run on a device.
 
 import fnmatch
 import functools
+import statistics
+
+from scipy.stats import kendalltau
 
 import jdelta
 from benchmarks import programs, record
@@ -30,6 +33,7 @@ SMALLEST = 1 << 20
 
 BASES = ("alone", "without")
 HEADS = "step target base value MiB priced compiled".split()
+SUMMARY = "step target base values worth off tau".split()
 
 
 @functools.cache
@@ -89,9 +93,29 @@ def cells(r: Row) -> list[str]:
     return [r["step"], r["target"], r["base"], r["value"], mib(r["bytes"]), *figures]
 
 
+def summary(rows: list[Row]) -> list[list[str]]:
+    """One line a step, target and base: how near prices come, and to the order of the values."""
+    lines: list[list[str]] = []
+    for (step, target), found in record.grouped(rows).items():
+        for base in BASES:
+            group = [r for r in found if r["base"] == base]
+            if len(group) > 1:
+                lines.append([step, target, base, str(len(group)), *_agreement(group)])
+    return lines
+
+
+def _agreement(group: list[Row]) -> tuple[str, str, str]:
+    """Milliseconds that values are worth, those that their prices are off, and Kendall's tau."""
+    priced, compiled = ([1e3 * r[k] for r in group] for k in ("priced", "compiled"))
+    off = [abs(a - b) for a, b in zip(priced, compiled, strict=True)]
+    tau = float(kendalltau(priced, compiled).statistic)
+    worth = statistics.mean(map(abs, compiled))
+    return f"{worth:.2f}", f"{statistics.mean(off):.2f}", f"{tau:.2f}"
+
+
 def markdown(rows: list[Row]) -> str:
     """The rows as the docs show them."""
-    return record.table(HEADS, map(cells, rows))
+    return record.table(SUMMARY, summary(rows))
 
 
 def main() -> None:
@@ -108,6 +132,7 @@ def main() -> None:
     ]
     rows = record.run(jobs, row, options.json)
     record.show("what keeping a value spares (ms)", HEADS, map(cells, rows))
+    record.show("how near prices come (mean ms)", SUMMARY, summary(rows))
 
 
 if __name__ == "__main__":

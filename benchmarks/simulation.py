@@ -42,11 +42,12 @@ def traced(step: str, target: str) -> tuple[Step, Trace]:
 
 
 def policy(step: Step, found: Trace, kept: float) -> Policy:
-    """What DELTA's heuristic keeps in a part of the bytes of all residuals."""
+    """What DELTA's heuristic keeps in a part of the residuals' bytes, if keeping costs nothing."""
     target = step.target
     items = items_of(with_boundaries(found, target), target, 0.0, {})
     whole = sum(item.bytes for item in items.problem.items if item.needed)
-    problem = dataclasses.replace(items.problem, capacity=kept * whole)
+    free = tuple(dataclasses.replace(item, holding=0.0) for item in items.problem.items)
+    problem = dataclasses.replace(items.problem, items=free, capacity=kept * whole)
     decisions = items.decisions(Knapsack().solve(problem).decisions)
     return Policy.of(items.policy_decisions(decisions), found.loops, target.platform)
 

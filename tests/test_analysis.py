@@ -399,9 +399,9 @@ def test_what_runs_together_reads_once_and_stacks_are_filled_and_copied_to(platf
     [
         ("threefry2x32", "cpu", 100),
         ("threefry2x32", "cuda", 80),
-        ("threefry2x32", "tpu", 130),
+        ("threefry2x32", "tpu", 100),
         ("rbg", "cpu", 50),
-        ("unsafe_rbg", "tpu", 65),
+        ("unsafe_rbg", "tpu", 50),
     ],
 )
 def test_random_bits_cost_by_their_generator(generator, platform, each):

@@ -22,6 +22,7 @@ from benchmarks import (
     models,
     offload,
     per_layer,
+    pins,
     policies,
     prices,
     programs,
@@ -42,7 +43,7 @@ from tests.versions import fails_in_jax_0_10_with_remat3
 
 SCRIPTS = [
     *(budgets, device, dropout, gradients, hand_policies, max_batch, offload, per_layer, savings),
-    *(compiled_order, prices, resident, rok, simulation, small_order, throttled, unmarked),
+    *(compiled_order, pins, prices, resident, rok, simulation, small_order, throttled, unmarked),
 ]
 STEP = {"step": "tiny", "target": "cpu"}
 
@@ -231,6 +232,22 @@ def test_prices_of_a_step_and_of_plans(monkeypatch):
     slow = {**plain, "cycles": 2 * plain["traced"]}
     table = prices.markdown([plain, slow, refused, plan, {**plan, "compiled": None}, error])
     assert table.count("-50%") == table.count("refused") == table.count("below floor") == 1
+
+
+def test_what_single_values_are_worth(monkeypatch):
+    monkeypatch.setitem(pins.STEPS, "tiny", {"name": "tiny", "scan": True})
+    pins.staged.cache_clear()
+    values = pins.values("tiny", "cpu", "*")
+    rows = [
+        {**STEP, "base": base, "value": value, **pins.row(**STEP, base=base, value=value)}
+        for base in pins.BASES
+        for value in values
+    ]
+    assert all(r["priced"] > 0 for r in rows if r["value"].endswith("dot_general"))
+    assert all(r["bytes"] >= pins.SMALLEST for r in rows)
+    assert [line[3] for line in pins.summary(rows)] == [str(len(values))] * 2
+    exact = [{**r, "compiled": r["priced"]} for r in rows]
+    assert [line[-2:] for line in pins.summary(exact)] == [["0.00", "1.00"]] * 2
 
 
 def test_marked_and_unmarked_plans(monkeypatch):
