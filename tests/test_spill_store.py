@@ -316,6 +316,8 @@ def fletcher(data):
     """The same by definition: sums, sums of sums and so on, of every fourth 32-bit word."""
     padded = np.zeros(-(-data.size // 16) * 16, np.uint8)
     padded[: data.size] = data
+    groups = padded[: data.size // 16384 * 16384].reshape(-1, 4, 64, 64)  # pages, lines, bytes
+    padded[: groups.size] = groups.swapaxes(1, 2).reshape(-1)
     words = padded.view("<u4").reshape(-1, 2, 2).astype(np.uint64)
     sums = np.zeros((2, 4, 2), np.uint64)
     for order in range(4 if data.size else 0):
@@ -324,7 +326,7 @@ def fletcher(data):
     return sums
 
 
-SIZES = [*range(101), MIB - 1, MIB, MIB + 17]
+SIZES = [*range(101), 16383, 16384, 16401, MIB - 1, MIB, MIB + 17]
 
 
 @pytest.mark.parametrize("skips", [(0, 0), (1, 0), (0, 1), (8, 8), (3, 13)])
