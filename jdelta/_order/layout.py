@@ -29,6 +29,9 @@ LOOSE = 1.005
 LARGE = 1 / 256
 """Part of what is alive at once from which on a tensor may be put ahead of others then."""
 
+LONG = 1024
+"""Places from which on lives of small tensors are stacked by groups."""
+
 BLOCK = 32
 """Stretches of places that lives are sorted out for together."""
 
@@ -148,12 +151,40 @@ def _alive_at(sizes: Ints, first: Ints, last: Ints) -> Ints:
 def _stack(offsets: Ints, chosen: Ints, sizes: Ints, first: Ints, last: Ints, bottom: int) -> None:
     """Put tensors on top of each other, each as low as what is below it allows."""
     height = np.full(int(last.max(initial=0)) + 1, bottom, dtype=np.int64)
-    lives = (values[chosen].tolist() for values in (sizes, first, last))
-    for index, size, start, end in zip(chosen.tolist(), *lives, strict=True):
+    is_long = last[chosen] - first[chosen] >= LONG
+    for place, group in _meeting(chosen[is_long], first, last):
+        start, end = int(first[group].min()), int(last[group].max())
+        tops = int(height[start : end + 1].max()) + sizes[group].cumsum()
+        offsets[group] = tops - sizes[group]
+        before, after = np.zeros(place - start + 1, np.int64), np.zeros(end - place + 1, np.int64)
+        np.maximum.at(before, first[group] - start, tops)
+        np.maximum.at(after, end - last[group], tops)
+        for span, reached in (
+            (height[start : place + 1], np.maximum.accumulate(before)),
+            (height[place : end + 1], np.maximum.accumulate(after)[::-1]),
+        ):
+            np.maximum(span, reached, out=span)
+    rest = chosen[~is_long]
+    lives = (values[rest].tolist() for values in (sizes, first, last))
+    for index, size, start, end in zip(rest.tolist(), *lives, strict=True):
         span = height[start : end + 1]
         top = int(span.max())
         offsets[index] = top
         span[:] = top + size
+
+
+def _meeting(chosen: Ints, first: Ints, last: Ints) -> Iterator[tuple[int, Ints]]:
+    """Groups of lives with a place that all of a group share, longest lives of a group first.
+
+    The place is the one in a life that the largest power of two divides.
+    """
+    powers = np.frexp((first[chosen] ^ last[chosen]).astype(np.float64))[1] - 1
+    places = last[chosen] >> powers << powers
+    order = np.lexsort((first[chosen] - last[chosen], places, -powers))
+    same = (np.diff(powers[order]) == 0) & (np.diff(places[order]) == 0)
+    for group in np.split(order, np.flatnonzero(~same) + 1):
+        if group.size:
+            yield int(places[group[0]]), chosen[group]
 
 
 class _Rows:
