@@ -175,14 +175,19 @@ class Compiler:
         """
         return self.platform == "cuda" and op.primitive in MATMULS
 
-    def workspace(self, graph: Graph, op: Operation) -> int:
+    def workspace(self, graph: Graph, op: Operation, *, frees: bool) -> int:
         """Bytes that an operation needs beside what it reads and writes.
 
         Operands that are gathered from other devices. CUDA: a product with too few result tiles to
         fill the GPU is split along the contracted dimension; if that is no multiple of 16, both
-        operands are copied, padded.
+        operands are copied, padded, one after the other.
+
+        Args:
+            graph: What it stands in.
+            op: The operation.
+            frees: Whether it is the last to read one of its operands.
         """
-        return gathered_bytes(graph, op) + self._padded(graph, op)
+        return gathered_bytes(graph, op) + self._padded(graph, op, frees)
 
     def relaid_bytes(self, op: Operation) -> int:
         """Bytes that a loop takes beside what its body does.
@@ -194,7 +199,7 @@ class Compiler:
             return 0
         return sum(self.bytes(op.body.values[v]) for _, v in _fetched_ahead(op, op.body))
 
-    def _padded(self, graph: Graph, op: Operation) -> int:
+    def _padded(self, graph: Graph, op: Operation, frees: bool) -> int:
         if self.platform != "cuda" or op.primitive != "dot_general" or len(op.inputs) < 2:
             return 0
         (contracting, _), _ = op.params["dimension_numbers"]
@@ -204,7 +209,9 @@ class Compiler:
             shape[i] % _GEMM_ALIGNMENT == 0 for i in contracting
         ):
             return 0
-        return sum(graph.values[v].bytes for v in op.inputs)
+        copies = [graph.values[v].bytes for v in op.inputs]
+        # The operand that dies is copied first, and is gone when the other is.
+        return max(copies) if frees else sum(copies)
 
 
 def _waste(size: int, tile: int) -> float:

@@ -84,7 +84,8 @@ def timeline(graph: Graph, compiler: Compiler, rows: Collection[int] = ()) -> Ti
         over = dying & Counter(sizes[v] for v in made)  # buffers of one size
         shared = sum(over.elements()) if overwrites(op, compiler) else 0
         body = op.body and body_timeline(op, op.body, compiler)
-        inside = body.peak if body else compiler.workspace(graph, op)
+        frees = any(roots[v] and roots[v].issubset(ends[index]) for v in op.inputs)
+        inside = body.peak if body else compiler.workspace(graph, op, frees=frees)
         inside += compiler.relaid_bytes(op)
         now += changes[index]
         live.append(now + new - shared + inside)

@@ -95,14 +95,23 @@ def picked() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return program, (*args, jax.ShapeDtypeStruct((4096,), jnp.int32))
 
 
-def product(rows: int, contracted: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A product of float32 matrices, with few or many result tiles, over any dimension."""
+def product(
+    rows: int, contracted: int, made: bool = False
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A product of float32 matrices, with few or many result tiles, over any dimension.
+
+    The first matrix is an argument, or made by another product for this one.
+    """
 
     def program(a, b):
         return a @ b
 
-    shapes = ((rows, contracted), (contracted, 768))
-    return program, tuple(jax.ShapeDtypeStruct(s, F32) for s in shapes)
+    def after_another(a, b, c):
+        return (a @ c) @ b
+
+    shapes = ((rows, 768 if made else contracted), (contracted, 768), (768, contracted))
+    given = tuple(jax.ShapeDtypeStruct(s, F32) for s in shapes)
+    return (after_another, given) if made else (program, given[:2])
 
 
 def sum_read_twice(kept: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -232,6 +241,7 @@ PROGRAMS = {
     "256 MiB bfloat16 logits, cast, one of each row picked": picked(),
     "few tiles, product over 50272 = 16 · 3142": product(1024, 50272),
     "few tiles, product over 50257": product(1024, 50257),
+    "few tiles, product over 50257 of what another made": product(1024, 50257, made=True),
     "many tiles, product over 50257": product(4096, 50257),
     "sum of two 64 MiB products, read twice": sum_read_twice(kept=False),
     "sum of two 64 MiB products, these read at the end too": sum_read_twice(kept=True),

@@ -136,8 +136,9 @@ class _Builder:
         """Bytes that an operation needs beside what it reads and writes."""
         bodies = (_problem(b, self._compiler, _NONE, with_results=False) for b in op.bodies)
         inside = max((arrange(body).peak for body in bodies), default=0)
-        workspace = self._compiler.workspace(self._graph, op) if self._compiler else 0
-        return inside or workspace
+        if inside or self._compiler is None:
+            return inside
+        return self._compiler.workspace(self._graph, op, frees=False)  # not in every order
 
     def _overwritten(self, op: Operation, result: int) -> _Buffer | None:
         """A buffer that dies at an operation in every order, and that its result is written over.
