@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Iterator, Sequence
 
-from jdelta._order.problem import Order, Problem
+import numpy as np
+
+from jdelta._order.problem import Order, Problem, integers
 
 LONGEST = 64
 """Operators that are tried in a row to see whether they free memory in the end."""
@@ -17,11 +20,11 @@ def late(problem: Problem, order: Order) -> list[int]:
     Built from the end: an operator whose dependents are all placed is placed in front of them if
     that takes no memory, else when its turn in the given order comes.
     """
-    made, used, sizes = problem.made, problem.used, problem.bytes.tolist()
+    made, used, sizes = problem.made, problem.used, array("q", problem.bytes.tobytes())
     rank = inverse(order)
-    waiting = problem.successors.counts()
-    alive = [t.kept for t in problem.tensors]
-    placed = [False] * len(problem)
+    waiting = integers(problem.successors.counts())
+    alive = bytearray(problem.kept.tobytes())
+    placed = bytearray(len(problem))
 
     def is_free(index: int) -> bool:
         """Whether memory does not grow, seen from the end, if an operator is placed there."""
@@ -54,13 +57,13 @@ def late(problem: Problem, order: Order) -> list[int]:
 
 
 def _cheaper(
-    problem: Problem, index: int, alive: list[bool], waiting: Sequence[int]
+    problem: Problem, index: int, alive: bytearray, waiting: Sequence[int]
 ) -> Iterator[int]:
     """Operators that have become ready, or cheaper, since an operator was placed."""
     for t in problem.used[index]:
         if not alive[t]:
             alive[t] = True
-            for user in problem.tensors[t].users:
+            for user in problem.users[t]:
                 if not waiting[user]:
                     yield user
     for before in problem.predecessors[index]:
@@ -68,9 +71,8 @@ def _cheaper(
             yield before
 
 
-def inverse(order: Order) -> list[int]:
+def inverse(order: Order) -> array[int]:
     """For each operator its place in an order."""
-    places = [0] * len(order)
-    for place, index in enumerate(order):
-        places[index] = place
-    return places
+    places = np.empty(len(order), dtype=np.int32)
+    places[np.asarray(order, dtype=np.int64)] = np.arange(len(order))
+    return integers(places)

@@ -6,6 +6,7 @@ of its own, so near the peak it has to wait.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -71,7 +72,7 @@ def _later(
     problem: Problem,
     order: Order,
     branch: list[int],
-    rank: list[int],
+    rank: array[int],
     heights: Mapping[int, int],
     target: int,
 ) -> dict[int, int]:
