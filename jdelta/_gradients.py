@@ -22,6 +22,7 @@ from jax import lax
 
 from jdelta import _jax
 from jdelta._jax import Eqn, Jaxpr, Var
+from jdelta._primitives import MATMULS, VIEWS
 from jdelta._transfer import is_host
 
 
@@ -53,7 +54,7 @@ class Gradients:
         inner = _jax.open_jaxpr(program)
         read = _read(inner.eqns) | set(filter(_jax.is_var, inner.outvars))
         tied = {v for v in read if not is_host(v) and (vectors or v.aval.ndim > 1)}
-        backward = (i for i, eqn in enumerate(inner.eqns) if loops and _is_backward_loop(eqn))
+        backward = (i for i, eqn in enumerate(inner.eqns) if loops and is_backward_loop(eqn))
         early, wide = _early(inner.eqns, sorted([*units, *backward]), tied)
         bodies = [inner.eqns[index] for index in units]
         ending = tied | _read(bodies)  # what units hand on ends with them in any case
@@ -65,16 +66,20 @@ def _early(
 ) -> tuple[dict[int, list[Var]], dict[Var, Var]]:
     """Tie gradients to what comes next, where only what follows all units and loops reads them.
 
-    Such as those of a head's weights, made of values that are large. What a stem before all units
-    keeps for itself is none: it is left alone, so that XLA may fuse it into its readers.
+    Such as those of a head's weights, made of values that are large; products also where something
+    between two regions reads them (weights of a head that are those of two embeddings). What a stem
+    before all units keeps for itself is none: it is left alone, so that XLA may fuse it into its
+    readers.
     """
     waiting = tied - _read(eqns[: max(regions, default=-1) + 1])
+    products = tied & _products(eqns)
     early: dict[int, list[Var]] = {}
     wide: dict[Var, Var] = {}
     for begin, end in itertools.pairwise([-1, *regions]):
         between = eqns[begin + 1 : end]
         made = [v for eqn in between if _jax.is_backward(eqn) for v in eqn.outvars]
-        gradients = [v for v in made if v in waiting]
+        read = _read(eqns[begin + 1 : end + 1])
+        gradients = [v for v in made if v in waiting or (v in products and v not in read)]
         first, narrow = start(eqns[end]), _widened(between)
         if gradients and first:
             early[end] = [*first, *(narrow.get(v, v) for v in gradients)]
@@ -82,20 +87,35 @@ def _early(
     return early, wide
 
 
+def _products(eqns: Sequence[Eqn]) -> set[Var]:
+    """Results of products, and views of them."""
+    found: set[Var] = set()
+    for eqn in eqns:
+        is_view = eqn.primitive.name in VIEWS and not found.isdisjoint(_read([eqn]))
+        if is_view or eqn.primitive.name in MATMULS:
+            found.update(eqn.outvars)
+    return found
+
+
 def start(region: Eqn) -> list[Var]:
     """What a backward unit or loop has to have on the device before it begins."""
-    if not _is_backward_loop(region):
+    if not is_backward_loop(region):
         return [v for v in region.invars if _jax.is_var(v) and not is_host(v)][-1:]
     n_consts, n_carry = _jax.scan_counts(region.params)
     carried = region.invars[n_consts : n_consts + n_carry]
     return [v for v in carried if _jax.is_var(v) and not is_host(v)]
 
 
+def is_backward_loop(eqn: Eqn) -> bool:
+    """Whether an equation is a loop of the backward pass."""
+    return eqn.primitive.name == "scan" and _jax.is_backward(eqn)
+
+
 def has_regions(closed: Jaxpr) -> bool:
     """Whether there are backward units or loops in a program, other loops looked into."""
     return any(
         _jax.is_shielded(eqn)
-        or _is_backward_loop(eqn)
+        or is_backward_loop(eqn)
         or (eqn.primitive.name == "scan" and has_regions(eqn.params["jaxpr"]))
         for eqn in _jax.open_jaxpr(_jax.inline(closed)).eqns
     )
@@ -136,7 +156,3 @@ def _itemsize(v: Var) -> int:
 
 def _read(eqns: Sequence[Eqn]) -> set[Var]:
     return {v for eqn in eqns for v in eqn.invars if _jax.is_var(v)}
-
-
-def _is_backward_loop(eqn: Eqn) -> bool:
-    return eqn.primitive.name == "scan" and _jax.is_backward(eqn)

@@ -24,7 +24,7 @@ from jdelta._cost import program_seconds
 from jdelta._graph import graph_of
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._primitives import LOOPS, MATMULS
-from jdelta._scan import Scan
+from jdelta._scan import Scan, operands_on_path
 from jdelta._shardy import UNSHARDED, Shardings, parts_of
 
 
@@ -201,7 +201,7 @@ def _stops(body: Jaxpr, loop: Scan, sizes: Sequence[int], clock: Clock) -> dict[
     are written to memory anyway.
     """
     eqns = _jax.open_jaxpr(body).eqns
-    path = _path(body, loop)
+    path = operands_on_path(body, loop.n_consts, loop.n_carry)
     done = list(itertools.accumulate(clock.each(body)))
     goals = [done[-1] * part / sum(sizes) for part in itertools.accumulate(sizes[:-1])]
     stops: dict[int, Var] = {}
@@ -222,7 +222,8 @@ def _after_loops(body: Jaxpr, loop: Scan, size: int, clock: Clock) -> tuple[int,
     Returns:
         The index of an equation and its result that they wait for; None to start at once.
     """
-    eqns, path = _jax.open_jaxpr(body).eqns, _path(body, loop)
+    eqns = _jax.open_jaxpr(body).eqns
+    path = operands_on_path(body, loop.n_consts, loop.n_carry)
     loops = [i for i, eqn in enumerate(eqns) if eqn.primitive.name in LOOPS]
     stops = ((i, v) for i in range(max(loops, default=0), len(eqns)) for v in eqns[i].outvars)
     begin = next(((i, v) for i, v in stops if v in path), None)
@@ -231,22 +232,6 @@ def _after_loops(body: Jaxpr, loop: Scan, size: int, clock: Clock) -> tuple[int,
     seconds = clock.each(body)
     before, left = sum(seconds[: loops[0]]), sum(seconds[begin[0] + 1 :])
     return begin if before < min(left, size / clock.rates.device_to_host) else None
-
-
-def _path(body: Jaxpr, loop: Scan) -> set[Var]:
-    """Operands of products between the carry that comes in and the carry that goes out."""
-    inner = _jax.open_jaxpr(body)
-    begun = set(inner.invars[loop.n_consts : loop.n_consts + loop.n_carry])
-    for index in _jax.dependents(inner.eqns, begun):
-        begun.update(inner.eqns[index].outvars)
-    needed = {v for v in inner.outvars[: loop.n_carry] if _jax.is_var(v)}
-    operands: set[Var] = set()
-    for eqn in reversed(inner.eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            read = {v for v in eqn.invars if _jax.is_var(v)}
-            needed |= read
-            operands |= read if eqn.primitive.name in MATMULS else set()
-    return begun & needed & operands
 
 
 def _zeros(value: Any) -> Any:

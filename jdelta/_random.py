@@ -41,7 +41,7 @@ def with_written_bits(closed: Jaxpr) -> Jaxpr:
         eqns.append(eqn.replace(invars=[now(v) for v in eqn.invars], params=params))
         for made in (v for v in eqn.outvars if _jax.is_var(v) and v in last):
             behind[made] = _jax.new_var(made.aval)
-            eqns.append(_jax.barrier_equation(made, behind[made], eqn))
+            eqns.append(_jax.barrier_equation([made], [behind[made]], eqn))
     return _jax.rebuild(closed, eqns, [now(v) for v in inner.outvars])
 
 

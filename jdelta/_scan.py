@@ -9,7 +9,8 @@ from typing import Any
 from jax import lax
 
 from jdelta import _jax, _transfer
-from jdelta._jax import Eqn, Jaxpr
+from jdelta._jax import Eqn, Jaxpr, Var
+from jdelta._primitives import MATMULS
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,19 @@ class Scan:
         return lax.scan(
             step, state, rows, length=self.length, reverse=self.reverse, unroll=self.unroll
         )
+
+
+def operands_on_path(body: Jaxpr, n_consts: int, n_carry: int) -> set[Var]:
+    """Operands of products between the carry that comes in and the carry that goes out."""
+    inner = _jax.open_jaxpr(body)
+    begun = set(inner.invars[n_consts : n_consts + n_carry])
+    for index in _jax.dependents(inner.eqns, begun):
+        begun.update(inner.eqns[index].outvars)
+    needed = {v for v in inner.outvars[:n_carry] if _jax.is_var(v)}
+    operands: set[Var] = set()
+    for eqn in reversed(inner.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            read = {v for v in eqn.invars if _jax.is_var(v)}
+            needed |= read
+            operands |= read if eqn.primitive.name in MATMULS else set()
+    return begun & needed & operands

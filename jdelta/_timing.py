@@ -13,7 +13,8 @@ is evaluated once more, and is the same program but for its timing:
 - TPUs undo what such barriers say, so copies go to slots of host arrays there, and a fetch reads
   at an index computed from those results: see ``_stacks.py``.
 - The results of a backward unit share one barrier, so that gradients of weights are not put off
-  while what they are made from stays in memory: see ``_gradients.py``.
+  while what they are made from stays in memory: see ``_gradients.py``, and for those of loops
+  ``_loop_gradients.py``.
 - Loops do both one iteration apart: see ``_pipeline.py``. Loops around forward and backward pass
   (micro-batches) are timed inside.
 
@@ -38,6 +39,7 @@ from jdelta import _jax, _transfer
 from jdelta._chips import Rates
 from jdelta._gradients import Gradients, has_regions, narrowed, start, tie, widen
 from jdelta._jax import Eqn, Jaxpr, Var
+from jdelta._loop_gradients import with_gradients_in_place
 from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop, is_heavy
 from jdelta._primitives import MATMULS
 from jdelta._scan import Scan
@@ -107,6 +109,8 @@ def timed(
         A function of the flat arguments of ``closed`` to its flat results.
     """
     program = _transfer.copied_once(_jax.inline(closed))
+    if platform in TIED:
+        program = with_gradients_in_place(program, platform, shardings(program))
     timing = _Timing(program, Clock(rates, platform, shardings(program)), least)
 
     def run(*args: Any) -> list[Any]:

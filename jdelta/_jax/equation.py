@@ -73,9 +73,11 @@ def from_template(
     )
 
 
-def barrier_equation(source: Var, target: Var, like: Eqn) -> Eqn:
-    """``target = optimization_barrier(source)``, at the source line of ``like``."""
-    return from_template(_barrier_equation(), [source], target, like)
+def barrier_equation(sources: Sequence[Var], targets: Sequence[Var], like: Eqn) -> Eqn:
+    """``targets = optimization_barrier(sources)``, at the source line of ``like``."""
+    return from_template(_barrier_equation(), sources, targets[0], like).replace(
+        outvars=list(targets)
+    )
 
 
 @functools.cache

@@ -1,0 +1,141 @@
+"""Gradients of weights in backward loops: which of an iteration's are not put off to its end.
+
+XLA:GPU computes them when it likes, and what they are made from stays in memory: in a Transformer
+those of the MLP wait until the attention's backward pass is over, which is where an iteration needs
+most. Where that would raise an iteration's peak, such a gradient shares a barrier with the next
+operand of a product on the way to the iteration's cotangents. The others are left alone, so that
+XLA may compute several in one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jdelta import _jax
+from jdelta._fusion import Compiler, storage
+from jdelta._gradients import is_backward_loop
+from jdelta._graph import Graph, graph_of
+from jdelta._jax import Atom, Eqn, Jaxpr, Var
+from jdelta._peak import stored_sizes, timeline
+from jdelta._primitives import LOOPS, MATMULS
+from jdelta._scan import operands_on_path
+from jdelta._shardy import Shardings
+
+TOLERANCE = 1.01
+"""Times its least that the peak of an iteration may be."""
+
+
+def with_gradients_in_place(program: Jaxpr, platform: str, shardings: Shardings) -> Jaxpr:
+    """A flat program with such gradients tied in the bodies of its backward loops."""
+    eqns = [
+        _with_ties(eqn, Compiler(platform), shardings) if is_backward_loop(eqn) else eqn
+        for eqn in _jax.open_jaxpr(program).eqns
+    ]
+    return _jax.rebuild(program, eqns, _jax.open_jaxpr(program).outvars)
+
+
+def _with_ties(loop: Eqn, compiler: Compiler, shardings: Shardings) -> Eqn:
+    """A backward loop with the gradients tied that would raise the peak of an iteration."""
+    n_consts, n_carry = _jax.scan_counts(loop.params)
+    staged = loop.params["jaxpr"]
+    body = _jax.with_outputs(_jax.inline(staged), [True] * len(loop.outvars))
+    eqns = _jax.open_jaxpr(body).eqns
+    path = operands_on_path(body, n_consts, n_carry)
+    stops = [(i, v) for i, eqn in enumerate(eqns) for v in eqn.outvars if v in path]
+    products = [i for i, eqn in enumerate(eqns) if eqn.primitive.name in MATMULS]
+    iteration = _Iteration.of(graph_of(staged, shardings), n_consts + n_carry, compiler)
+    if _jax.consts_of(body) or len(iteration.products) != len(products):  # in programs inside
+        return loop
+    may = [n for n, index in enumerate(products) if any(stop > index for stop, _ in stops)]
+    ties: dict[int, list[Var]] = {}
+    for index in (products[number] for number in iteration.early(may)):
+        stop, value = next((i, v) for i, v in stops if i > index)
+        ties.setdefault(stop, [value]).append(eqns[index].outvars[0])
+    return loop.replace(params={**loop.params, "jaxpr": _tied(body, ties)}) if ties else loop
+
+
+def _tied(body: Jaxpr, ties: Mapping[int, Sequence[Var]]) -> Jaxpr:
+    """A program with a barrier around some values after each of some equations."""
+    behind: dict[Var, Var] = {}
+
+    def now(atom: Atom) -> Atom:
+        return behind.get(atom, atom) if _jax.is_var(atom) else atom
+
+    inner, eqns = _jax.open_jaxpr(body), list[Eqn]()
+    for index, eqn in enumerate(inner.eqns):
+        eqns.append(eqn.replace(invars=[now(v) for v in eqn.invars]))
+        if values := ties.get(index):
+            made = [_jax.new_var(v.aval) for v in values]
+            eqns.append(_jax.barrier_equation(list(map(now, values)), made, eqn))
+            behind.update(zip(values, made, strict=True))
+    return _jax.rebuild(body, eqns, list(map(now, inner.outvars)))
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    """What an iteration keeps in memory.
+
+    Attributes:
+        live: Bytes alive while each operation runs.
+        products: For each product, in program order, its place in that timeline and, if nothing
+            but results of the iteration are made of it, the buffers that it reads; else none.
+        last: For each buffer the last place at which it is read.
+        sizes: For each buffer its bytes.
+    """
+
+    live: np.ndarray[tuple[int], np.dtype[np.int64]]
+    products: Sequence[tuple[int, Collection[int]]]
+    last: Mapping[int, int]
+    sizes: Sequence[int]
+
+    @classmethod
+    def of(cls, body: Graph, fixed: int, compiler: Compiler) -> _Iteration:
+        """Simulate the body of a loop; of its inputs so many are no rows."""
+        line = timeline(body, compiler, body.inputs[fixed:])
+        roots = storage(line.graph, compiler)
+        place = {id(op): at for at, op in enumerate(line.graph.operations)}
+        ends, given = _ends(body), set(body.given)
+        products: list[tuple[int, Collection[int]]] = []
+        for op in body.operations:
+            if op.primitive in MATMULS:
+                read = {r for v in op.inputs for r in roots[v]} if id(op) in ends else set[int]()
+                products.append((place[id(op)], read - given))
+        return cls(np.array(line.live), products, line.last, stored_sizes(body, compiler))
+
+    def early(self, may: Collection[int]) -> list[int]:
+        """Which of some products (by number) have to be in place for the peak to stay."""
+        late = {number for number in may if self.products[number][1]}
+        found: list[int] = []
+        limit = TOLERANCE * self.live.max(initial=0)
+        while late:
+            grown = self.live.copy()
+            for buffer in {r for number in late for r in self.products[number][1]}:
+                grown[self.last[buffer] + 1 :] += self.sizes[buffer]
+            peak = int(grown.argmax())
+            if grown[peak] <= limit:
+                break
+            before = [number for number in late if self.products[number][0] < peak]
+            worst = max(before, key=lambda number: (self._held(number, peak), number))
+            late.remove(worst)
+            found.append(worst)
+        return sorted(found)
+
+    def _held(self, number: int, place: int) -> int:
+        """Bytes that a product holds at a place if it is put off."""
+        read = self.products[number][1]
+        return sum(self.sizes[buffer] for buffer in read if self.last[buffer] < place)
+
+
+def _ends(body: Graph) -> set[int]:
+    """Operations (their ids) that no product or loop depends on."""
+    needed: set[int] = set()
+    found: set[int] = set()
+    for op in reversed(body.operations):
+        if needed.isdisjoint(op.outputs):
+            found.add(id(op))
+        if op.primitive in MATMULS | LOOPS or id(op) not in found:
+            needed.update(op.inputs)
+    return found
