@@ -1,38 +1,52 @@
 """When does XLA:GPU compute gradients of weights, where everything in the layers is recomputed?
 
 Every block recomputed whole, by `jax.checkpoint` and by jdelta, which ties gradients to what comes
-next in the backward pass (`jdelta/_timing.py`): those of a head's weights to what the backward loop
-begins with, those of a block outside of loops to what it hands on.
+next in the backward pass: those of a head's weights to what the backward loop begins with, those of
+a block outside of loops to what it hands on (`jdelta/_gradients.py`), and of those inside a loop
+the ones that would raise its peak to what its iteration computes next
+(`jdelta/_loop_gradients.py`). *loops as they are* leaves the last out, *seconds* compares the two
+by what their compiled instructions are predicted to take.
 
     python -m benchmarks.xla.gradients --json benchmarks/results/gradients.json
 
 Results (jax 0.12.0.1, CUDA 13 plug-in) stand in docs/how-it-works.md: left alone, XLA puts off the
-gradient of the head over the whole backward loop, and keeps the gradient of the logits for it.
+gradient of the head over the whole backward loop, and keeps the gradient of the logits for it; and
+those of an iteration's MLP until its attention is done with.
 """
 
+from unittest import mock
+
 from benchmarks import programs, record
-from benchmarks.budgets import SMALL
+from benchmarks.budgets import STEPS
 from benchmarks.models import build, checkpoint
 from benchmarks.record import Row, mib
-from jdelta import remat
+from jdelta import _timing, remat
 
 TARGETS = ("cuda:h100",)
-HEADS = ("step", "target", "jax.checkpoint", "jdelta", "less")
+NAMES = ["gpt2 unrolled", *(name for name in STEPS if name.endswith(" scanned"))]
+HEADS = ("step", "target", "jax.checkpoint", "loops as they are", "jdelta", "less", "seconds")
 
 
 def row(step: str, target: str) -> Row:
-    """Compile both programs."""
-    by_hand = checkpoint(SMALL[step]["name"], prevent_cse=not SMALL[step].get("scan", False))
+    """Compile the three programs."""
+    case = build(**STEPS[step], remat=remat)
+    by_hand = checkpoint(STEPS[step]["name"], prevent_cse=not STEPS[step].get("scan", False))
+    with mock.patch.object(_timing, "with_gradients_in_place", lambda program, *_: program):
+        loose = programs.recomputed(case, target)
+    tied = programs.recomputed(case, target)
     return {
-        "checkpoint": programs.traced(build(**SMALL[step], remat=by_hand), target).measured.peak,
-        "jdelta": programs.recomputed(build(**SMALL[step], remat=remat), target).measured.peak,
+        "checkpoint": programs.traced(build(**STEPS[step], remat=by_hand), target).measured.peak,
+        "loose": loose.measured.peak,
+        "jdelta": tied.measured.peak,
+        "seconds": [made.scheduled["scheduled"] for made in (loose, tied)],
     }
 
 
 def cells(r: Row) -> list[str]:
     """One line of the table; sizes in MiB."""
-    less = f"{1 - r['jdelta'] / r['checkpoint']:.1%}"
-    return [r["step"], r["target"], mib(r["checkpoint"]), mib(r["jdelta"]), less]
+    peaks = r["checkpoint"], r["loose"], r["jdelta"]
+    less, (loose, tied) = f"{1 - r['jdelta'] / r['checkpoint']:.1%}", r["seconds"]
+    return [r["step"], r["target"], *map(mib, peaks), less, f"{tied / loose - 1:+.1%}"]
 
 
 def markdown(rows: list[Row]) -> str:
@@ -41,8 +55,8 @@ def markdown(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    options = record.options(record.parser(__doc__, SMALL, TARGETS), markdown)
-    jobs = record.jobs(options.target or TARGETS, options.step or SMALL)
+    options = record.options(record.parser(__doc__, NAMES, TARGETS), markdown)
+    jobs = record.jobs(options.target or TARGETS, options.step or NAMES)
     rows = record.run(jobs, row, options.json)
     record.show("everything in the blocks recomputed: peak (MiB)", HEADS, map(cells, rows))
 
