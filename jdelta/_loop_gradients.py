@@ -19,7 +19,7 @@ from jdelta._fusion import Compiler, storage
 from jdelta._gradients import is_backward_loop
 from jdelta._graph import Graph, graph_of
 from jdelta._jax import Atom, Eqn, Jaxpr, Var
-from jdelta._peak import stored_sizes, timeline
+from jdelta._peak import iteration, stored_sizes
 from jdelta._primitives import LOOPS, MATMULS
 from jdelta._scan import operands_on_path
 from jdelta._shardy import Shardings
@@ -46,12 +46,12 @@ def _with_ties(loop: Eqn, compiler: Compiler, shardings: Shardings) -> Eqn:
     path = operands_on_path(body, n_consts, n_carry)
     stops = [(i, v) for i, eqn in enumerate(eqns) for v in eqn.outvars if v in path]
     products = [i for i, eqn in enumerate(eqns) if eqn.primitive.name in MATMULS]
-    iteration = _Iteration.of(graph_of(staged, shardings), n_consts + n_carry, compiler)
-    if _jax.consts_of(body) or len(iteration.products) != len(products):  # in programs inside
+    kept = _Iteration.of(graph_of(staged, shardings), n_consts, n_carry, compiler)
+    if _jax.consts_of(body) or len(kept.products) != len(products):  # in programs inside
         return loop
     may = [n for n, index in enumerate(products) if any(stop > index for stop, _ in stops)]
     ties: dict[int, list[Var]] = {}
-    for index in (products[number] for number in iteration.early(may)):
+    for index in (products[number] for number in kept.early(may)):
         stop, value = next((i, v) for i, v in stops if i > index)
         ties.setdefault(stop, [value]).append(eqns[index].outvars[0])
     return loop.replace(params={**loop.params, "jaxpr": _tied(body, ties)}) if ties else loop
@@ -92,9 +92,9 @@ class _Iteration:
     sizes: Sequence[int]
 
     @classmethod
-    def of(cls, body: Graph, fixed: int, compiler: Compiler) -> _Iteration:
-        """Simulate the body of a loop; of its inputs so many are no rows."""
-        line = timeline(body, compiler, body.inputs[fixed:])
+    def of(cls, body: Graph, consts: int, carry: int, compiler: Compiler) -> _Iteration:
+        """Simulate the body of a loop with so many constants and carried values."""
+        line = iteration(body, consts, carry, compiler)
         roots = storage(line.graph, compiler)
         place = {id(op): at for at, op in enumerate(line.graph.operations)}
         ends, given = _ends(body), set(body.given)

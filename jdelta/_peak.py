@@ -51,13 +51,16 @@ class Timeline:
         return sorted(alive, key=lambda v: -values[v].bytes)
 
 
-def timeline(graph: Graph, compiler: Compiler, rows: Collection[int] = ()) -> Timeline:
+def timeline(
+    graph: Graph, compiler: Compiler, rows: Collection[int] = (), stacked: Collection[int] = ()
+) -> Timeline:
     """Simulate the temporaries of a program; its inputs and outputs are not counted.
 
     Args:
         graph: The program.
         compiler: What compiles it.
         rows: Inputs that are rows of stacks, counted as far as the compiler copies them.
+        stacked: Outputs that become rows of stacks, counted alike while they are made.
     """
     graph = _recomputed_late(graph)
     roots = storage(graph, compiler)
@@ -75,6 +78,7 @@ def timeline(graph: Graph, compiler: Compiler, rows: Collection[int] = ()) -> Ti
     copied = {root for v in copied for root in roots[v]}.intersection(rows)
     for value in copied:
         ends[last[value]].append(value)
+    copied_out = {root for v in stacked for root in roots[v]}
     live: list[int] = []
     now = sum(sizes[v] for v in copied)
     for index, op in enumerate(graph.operations):
@@ -87,6 +91,8 @@ def timeline(graph: Graph, compiler: Compiler, rows: Collection[int] = ()) -> Ti
         frees = any(roots[v] and roots[v].issubset(ends[index]) for v in op.inputs)
         inside = body.peak if body else compiler.workspace(graph, op, frees=frees)
         inside += compiler.relaid_bytes(op)
+        if compiler.copies_rows(op):
+            inside += sum(sizes[v] for v in op.outputs if v in copied_out)
         now += changes[index]
         live.append(now + new - shared + inside)
         now += new - sum(sizes[v] for v in ends[index])
@@ -95,11 +101,15 @@ def timeline(graph: Graph, compiler: Compiler, rows: Collection[int] = ()) -> Ti
 
 def body_timeline(op: Operation, body: Graph, compiler: Compiler) -> Timeline:
     """Simulate one iteration of a loop, or a branch."""
-    rows: Collection[int] = ()
-    if op.primitive == "scan":
-        consts, carry = _jax.scan_counts(op.params)
-        rows = body.inputs[consts + carry :]
-    return timeline(body, compiler, rows)
+    if op.primitive != "scan":
+        return timeline(body, compiler)
+    return iteration(body, *_jax.scan_counts(op.params), compiler)
+
+
+def iteration(body: Graph, consts: int, carry: int, compiler: Compiler) -> Timeline:
+    """Simulate one iteration of a ``scan``."""
+    stacked = [v for v in body.outputs[carry:] if v is not None]
+    return timeline(body, compiler, body.inputs[consts + carry :], stacked)
 
 
 def _recomputed_late(graph: Graph) -> Graph:

@@ -203,6 +203,14 @@ def test_a_gpu_copies_rows_that_its_products_read(cast, compiled):
     assert peak / 2**20 == pytest.approx(compiled, rel=0.01)
 
 
+@pytest.mark.parametrize(("product", "compiled"), [(False, 0), (True, 64)])
+def test_a_gpu_copies_rows_that_its_products_make_into_their_stack(product, compiled):
+    """MiB of temporaries as compiled: ``python -m benchmarks.xla.storage``."""
+    fun, args = facts.rows(product)
+    peak = timeline(graph(fun, *args), Compiler("cuda")).peak
+    assert peak / 2**20 == pytest.approx(compiled, rel=0.01, abs=1)
+
+
 @pytest.mark.parametrize(("made", "compiled"), [(False, 344), (True, 393)])
 def test_a_gpu_copies_operands_of_a_split_product_one_after_the_other(made, compiled):
     """MiB of temporaries as compiled, without partial sums: ``benchmarks.xla.storage``."""

@@ -66,6 +66,19 @@ def weights(
     return program, (x, jax.ShapeDtypeStruct((16, 2048, 2048), F32))
 
 
+def rows(product: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A loop that stacks 64 MiB in each iteration: a matrix product, or an element-wise one."""
+
+    def program(xs, ys):
+        def body(_, row):
+            x, y = row
+            return None, x.T @ y if product else x[0][:, None] * y[0]
+
+        return jax.lax.scan(body, None, (xs, ys))[1]
+
+    return program, (jax.ShapeDtypeStruct((4, 8, 4096), F32),) * 2
+
+
 def row_scatter(batched: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The derivative of picking one logit a row: by `take_along_axis`, or by a flat `take`."""
 
@@ -236,6 +249,8 @@ PROGRAMS = {
     "256 MiB stacked weights, cast to bfloat16, element-wise too": weights(
         elementwise=True, cast=True
     ),
+    "64 MiB stacked in each iteration, made by a product": rows(product=True),
+    "64 MiB stacked in each iteration, made element-wise": rows(product=False),
     "512 MiB logits, gradient of take_along_axis": row_scatter(batched=True),
     "512 MiB logits, gradient of flat take": row_scatter(batched=False),
     "256 MiB bfloat16 logits, cast, one of each row picked": picked(),
