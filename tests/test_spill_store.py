@@ -4,6 +4,7 @@ import stat
 import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,24 @@ def test_a_scanned_step_gets_back_what_it_wrote(store):
     assert counters.planned == 3 * PLANNED
     assert counters.pool <= 4 * MIB
     assert counters.forwarded + counters.held + counters.read >= counters.planned
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux knows priorities of threads")
+def test_threads_that_move_blocks_give_way_to_those_that_compute(store):
+    """But not the one on which XLA goes on where something had to wait: it computes."""
+    before = niceness()
+    np.testing.assert_array_equal(make_step(store)(X), expected())
+    counters = flow(store)
+    assert counters.waits + counters.late
+    added = [nice for task, nice in niceness().items() if task not in before]
+    assert sorted(added)[-5:] == [os.nice(0) + 10] * 5
+    assert set(sorted(added)[:-5]) == {os.nice(0)}
+
+
+def niceness():
+    """Of each thread of this process."""
+    stats = [task.read_text() for task in Path("/proc/self/task").glob("*/stat")]
+    return {stat.split()[0]: int(stat.rsplit(")", 1)[1].split()[16]) for stat in stats}
 
 
 DTYPES = "float32 bfloat16 float16 float8_e4m3fn bool int8 int32 uint16 complex64".split()

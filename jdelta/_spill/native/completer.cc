@@ -1,5 +1,7 @@
 #include "completer.h"
 
+#include <unistd.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -29,20 +31,35 @@ void FlushDenormals() {
 #endif
 }
 
-// As many threads as there is work at once; they end when nothing came for a while.
+// As many threads as there is work at once; they end when nothing came for a while. One more starts
+// them, since a thread has the priority of the one that starts it.
 class Completer {
  public:
+  Completer() {
+    std::thread([this] { StartOthers(); }).detach();
+  }
+
   void Add(std::function<void()> work) {
     std::lock_guard<std::mutex> lock(mutex_);
     work_.push_back(std::move(work));
     if (work_.size() > idle_) {
-      std::thread([this] { Run(); }).detach();
+      ++missing_;
+      start_.notify_one();
     } else {
       more_.notify_one();
     }
   }
 
  private:
+  void StartOthers() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      start_.wait(lock, [this] { return missing_ > 0; });
+      --missing_;
+      std::thread([this] { Run(); }).detach();
+    }
+  }
+
   void Run() {
     FlushDenormals();
     std::unique_lock<std::mutex> lock(mutex_);
@@ -62,15 +79,29 @@ class Completer {
 
   std::mutex mutex_;
   std::condition_variable more_;
+  std::condition_variable start_;
   std::deque<std::function<void()>> work_;
   size_t idle_ = 0;
+  size_t missing_ = 0;  // threads that are to be started
 };
+
+// Its threads may outlive the end of main; a forked process has none of its parent's.
+Completer& TheCompleter() {
+  static std::mutex mutex;
+  static Completer* completer;
+  static pid_t process;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (process != getpid()) {
+    process = getpid();
+    completer = new Completer;
+  }
+  return *completer;
+}
 
 }  // namespace
 
-void Complete(std::function<void()> work) {
-  static auto* completer = new Completer;  // its threads may outlive the end of main
-  completer->Add(std::move(work));
-}
+void PrepareToComplete() { TheCompleter(); }
+
+void Complete(std::function<void()> work) { TheCompleter().Add(std::move(work)); }
 
 }  // namespace jdelta

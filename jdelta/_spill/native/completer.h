@@ -12,6 +12,9 @@ namespace jdelta {
 // long as the program runs: the threads of a store must not be lent out for that.
 void Complete(std::function<void()> work);
 
+// To be called before that, on a thread of the priority that `work` is to have.
+void PrepareToComplete();
+
 }  // namespace jdelta
 
 #endif  // JDELTA_SPILL_COMPLETER_H_

@@ -1,5 +1,7 @@
 // What the threads of a store do: move blocks to the device and back.
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -8,12 +10,21 @@
 #include <thread>
 #include <utility>
 
+#include "completer.h"
 #include "store.h"
 
 namespace jdelta {
 namespace {
 
 constexpr auto kPatience = std::chrono::seconds(5);
+
+// What a step computes goes first: a block that waits is in memory, and when nothing is computed
+// for want of one there is a processor to move it. Only Linux knows this of a single thread.
+void GiveWay() {
+#if defined(__linux__)
+  [[maybe_unused]] int ignored = nice(10);
+#endif
+}
 
 }  // namespace
 
@@ -22,8 +33,10 @@ void Store::StartThreads() {
   constexpr void (Store::*kLoops[])(Lock&) = {&Store::WriteLoop, &Store::ReadLoop,
                                               &Store::WriteLoop, &Store::ReadLoop,
                                               &Store::WatchLoop};
+  PrepareToComplete();
   for (; threads_ < static_cast<int>(std::size(kLoops)); ++threads_) {
     std::thread([self = shared_from_this(), loop = kLoops[threads_]] {
+      GiveWay();
       Lock lock(self->mutex_);
       (self.get()->*loop)(lock);
       --self->threads_;
