@@ -47,7 +47,7 @@ def _with_ties(loop: Eqn, compiler: Compiler, shardings: Shardings) -> Eqn:
     stops = [(i, v) for i, eqn in enumerate(eqns) for v in eqn.outvars if v in path]
     products = [i for i, eqn in enumerate(eqns) if eqn.primitive.name in MATMULS]
     kept = _Iteration.of(graph_of(staged, shardings), n_consts, n_carry, compiler)
-    if _jax.consts_of(body) or len(kept.products) != len(products):  # in programs inside
+    if _jax.consts_of(body) or len(kept.products) != len(products):  # some in calls: as it is
         return loop
     may = [n for n, index in enumerate(products) if any(stop > index for stop, _ in stops)]
     ties: dict[int, list[Var]] = {}
