@@ -169,9 +169,9 @@ class Compiler:
         return self.platform == "cuda"
 
     def copies_rows(self, op: Operation) -> bool:
-        """Whether an operation in a loop reads a row of a stack as a copy, made ahead of it.
+        """Whether an operation in a loop reads rows of stacks as copies, made ahead of it.
 
-        CUDA: matrix products do.
+        And makes them elsewhere, to be copied to their place. CUDA: matrix products do both.
         """
         return self.platform == "cuda" and op.primitive in MATMULS
 

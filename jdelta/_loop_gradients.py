@@ -49,11 +49,15 @@ def _with_ties(loop: Eqn, compiler: Compiler, shardings: Shardings) -> Eqn:
     kept = _Iteration.of(graph_of(staged, shardings), n_consts, n_carry, compiler)
     if _jax.consts_of(body) or len(kept.products) != len(products):  # some in calls: as it is
         return loop
-    may = [n for n, index in enumerate(products) if any(stop > index for stop, _ in stops)]
+    following = {
+        number: found
+        for number, index in enumerate(products)
+        if (found := next((stop for stop in stops if stop[0] > index), None))
+    }
     ties: dict[int, list[Var]] = {}
-    for index in (products[number] for number in kept.early(may)):
-        stop, value = next((i, v) for i, v in stops if i > index)
-        ties.setdefault(stop, [value]).append(eqns[index].outvars[0])
+    for number in kept.early(following.keys()):
+        stop, value = following[number]
+        ties.setdefault(stop, [value]).append(eqns[products[number]].outvars[0])
     return loop.replace(params={**loop.params, "jaxpr": _tied(body, ties)}) if ties else loop
 
 
@@ -80,14 +84,14 @@ class _Iteration:
 
     Attributes:
         live: Bytes alive while each operation runs.
-        products: For each product, in program order, its place in that timeline and, if nothing
-            but results of the iteration are made of it, the buffers that it reads; else none.
+        products: For each product, in program order, the buffers that it reads if nothing but
+            results of the iteration are made of it; else none.
         last: For each buffer the last place at which it is read.
         sizes: For each buffer its bytes.
     """
 
     live: np.ndarray[tuple[int], np.dtype[np.int64]]
-    products: Sequence[tuple[int, Collection[int]]]
+    products: Sequence[Collection[int]]
     last: Mapping[int, int]
     sizes: Sequence[int]
 
@@ -96,36 +100,34 @@ class _Iteration:
         """Simulate the body of a loop with so many constants and carried values."""
         line = iteration(body, consts, carry, compiler)
         roots = storage(line.graph, compiler)
-        place = {id(op): at for at, op in enumerate(line.graph.operations)}
         ends, given = _ends(body), set(body.given)
-        products: list[tuple[int, Collection[int]]] = []
-        for op in body.operations:
-            if op.primitive in MATMULS:
-                read = {r for v in op.inputs for r in roots[v]} if id(op) in ends else set[int]()
-                products.append((place[id(op)], read - given))
+        products = [
+            {r for v in op.inputs for r in roots[v]} - given if id(op) in ends else set[int]()
+            for op in body.operations
+            if op.primitive in MATMULS
+        ]
         return cls(np.array(line.live), products, line.last, stored_sizes(body, compiler))
 
     def early(self, may: Collection[int]) -> list[int]:
         """Which of some products (by number) have to be in place for the peak to stay."""
-        late = {number for number in may if self.products[number][1]}
+        late = {number for number in may if self.products[number]}
         found: list[int] = []
         limit = TOLERANCE * self.live.max(initial=0)
         while late:
             grown = self.live.copy()
-            for buffer in {r for number in late for r in self.products[number][1]}:
+            for buffer in {r for number in late for r in self.products[number]}:
                 grown[self.last[buffer] + 1 :] += self.sizes[buffer]
             peak = int(grown.argmax())
             if grown[peak] <= limit:
                 break
-            before = [number for number in late if self.products[number][0] < peak]
-            worst = max(before, key=lambda number: (self._held(number, peak), number))
+            worst = max(late, key=lambda number: (self._held(number, peak), number))
             late.remove(worst)
             found.append(worst)
         return sorted(found)
 
     def _held(self, number: int, place: int) -> int:
         """Bytes that a product holds at a place if it is put off."""
-        read = self.products[number][1]
+        read = self.products[number]
         return sum(self.sizes[buffer] for buffer in read if self.last[buffer] < place)
 
 
