@@ -33,8 +33,8 @@ void Store::StartThreads() {
   constexpr void (Store::*kLoops[])(Lock&) = {&Store::WriteLoop, &Store::ReadLoop,
                                               &Store::WriteLoop, &Store::ReadLoop,
                                               &Store::WatchLoop};
-  PrepareToComplete();
   for (; threads_ < static_cast<int>(std::size(kLoops)); ++threads_) {
+    PrepareToComplete();
     std::thread([self = shared_from_this(), loop = kLoops[threads_]] {
       GiveWay();
       Lock lock(self->mutex_);
