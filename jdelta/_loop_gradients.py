@@ -29,12 +29,15 @@ TOLERANCE = 1.01
 
 
 def with_gradients_in_place(program: Jaxpr, platform: str, shardings: Shardings) -> Jaxpr:
-    """A flat program with such gradients tied in the bodies of its backward loops."""
+    """A flat program with such gradients tied in the bodies of its backward loops, if any."""
+    inner = _jax.open_jaxpr(program)
     eqns = [
         _with_ties(eqn, Compiler(platform), shardings) if is_backward_loop(eqn) else eqn
-        for eqn in _jax.open_jaxpr(program).eqns
+        for eqn in inner.eqns
     ]
-    return _jax.rebuild(program, eqns, _jax.open_jaxpr(program).outvars)
+    if all(made is eqn for made, eqn in zip(eqns, inner.eqns, strict=True)):
+        return program
+    return _jax.rebuild(program, eqns, inner.outvars)
 
 
 def _with_ties(loop: Eqn, compiler: Compiler, shardings: Shardings) -> Eqn:

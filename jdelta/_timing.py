@@ -109,9 +109,12 @@ def timed(
         A function of the flat arguments of ``closed`` to its flat results.
     """
     program = _transfer.copied_once(_jax.inline(closed))
+    known = shardings(program)
     if platform in TIED:
-        program = with_gradients_in_place(program, platform, shardings(program))
-    timing = _Timing(program, Clock(rates, platform, shardings(program)), least)
+        in_place = with_gradients_in_place(program, platform, known)
+        if in_place is not program:  # only a changed program is worth the partitioner's time again
+            program, known = in_place, shardings(in_place)
+    timing = _Timing(program, Clock(rates, platform, known), least)
 
     def run(*args: Any) -> list[Any]:
         return _Evaluation(timing).run(args)
