@@ -53,8 +53,9 @@ def test_a_scanned_step_gets_back_what_it_wrote(store):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux knows priorities of threads")
-def test_threads_that_move_blocks_give_way_to_those_that_compute(store):
+def test_threads_that_move_blocks_give_way_to_those_that_compute(tmp_path):
     """But not the one on which XLA goes on where something had to wait: it computes."""
+    store = open_store(tmp_path, write_rate=100e6)
     before = niceness()
     np.testing.assert_array_equal(make_step(store)(X), expected())
     counters = flow(store)
@@ -199,12 +200,28 @@ def test_the_step_does_not_wait_for_a_slow_device_and_queued_writes_are_cancelle
     assert flow(store).written <= 2 * MIB
 
 
-def test_a_small_pool_makes_writes_wait_and_is_never_exceeded():
-    store = open_store(adapter="memory", pool="1MiB", write_rate=100e6)
+def test_a_small_pool_makes_writes_wait_and_is_never_exceeded(tmp_path):
+    store = open_store(tmp_path, pool="1MiB", write_rate=100e6)
     np.testing.assert_array_equal(make_step(store)(X), expected())
     counters = flow(store)
     assert counters.waits > 0
     assert counters.pool == MIB
+
+
+def test_the_memory_adapter_keeps_the_blocks_themselves():
+    """As a device does, it takes none of the processor's time."""
+    store = open_store(adapter="memory")
+    resident = []
+    for _ in range(6):
+        tensors = fill(store, 32)
+        store.settle()
+        assert store.counters().pool == 0  # the device has them all
+        for row in reversed(range(32)):
+            np.testing.assert_array_equal(take(store, row), tensors[row])
+            assert store.counters().pool <= 4 * MIB
+        resident.append(usage()[2])
+    assert resident[-1] < resident[1] + 4 * MIB  # blocks are used again
+    assert flow(store).written == 6 * 32 * MIB
 
 
 def test_reads_come_ahead_in_reverse_order_of_writes():

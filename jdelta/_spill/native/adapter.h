@@ -17,15 +17,20 @@ class Adapter {
  public:
   virtual ~Adapter() = default;
 
-  // At most a block, at an aligned address; the memory reaches to the next alignment.
-  virtual Status Write(int64_t extent, const char* data, size_t bytes) = 0;
-  virtual Status Read(int64_t extent, char* data, size_t bytes) = 0;
+  // Moves `bytes`, up to the next alignment. Writing may keep the block; reading may give another in
+  // its place.
+  virtual Status Write(int64_t extent, const Block& block, size_t bytes) = 0;
+  virtual Status Read(int64_t extent, Block& block, size_t bytes) = 0;
+
+  // For the blocks that it has kept; none when the system has no memory.
+  virtual Block Instead() { return NewBlock(); }
 };
 
 // Reads and writes a file, past the page cache where its file system allows. Takes the descriptor.
 std::unique_ptr<Adapter> NewDiskAdapter(int file);
 
-// Keeps in memory what it is given.
+// Keeps in memory what it is given: the blocks themselves, since a device moves data without the
+// processor's time.
 std::unique_ptr<Adapter> NewMemoryAdapter();
 
 // Calls functions that return zero, or else an error number, or -1 and a text in `message`.

@@ -6,47 +6,56 @@
 #include <vector>
 
 #include "adapter.h"
-#include "summed_copy.h"
 
 namespace jdelta {
 namespace {
 
 class MemoryAdapter : public Adapter {
  public:
-  Status Write(int64_t extent, const char* data, size_t bytes) override {
-    char* kept = Kept(extent);
-    if (kept == nullptr) return "no memory is left for the memory adapter";
-    SummedCopy(kept, data, bytes);
+  Status Write(int64_t extent, const Block& block, size_t) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (static_cast<size_t>(extent) >= kept_.size()) kept_.resize(extent + 1);
+    Spare(std::move(kept_[extent]));
+    kept_[extent] = block;
     return Status();
   }
 
-  Status Read(int64_t extent, char* data, size_t bytes) override {
-    SummedCopy(data, Kept(extent), bytes);
+  Status Read(int64_t extent, Block& block, size_t) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Spare(std::move(block));
+    block = kept_[extent];
     return Status();
+  }
+
+  // New memory would have to be found page by page, which takes longer than to fill it.
+  Block Instead() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (spare_.empty()) return NewBlock();
+    Block block = std::move(spare_.back());
+    spare_.pop_back();
+    return block;
   }
 
  private:
-  char* Kept(int64_t extent) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (static_cast<size_t>(extent) >= kept_.size()) kept_.resize(extent + 1);
-    if (kept_[extent] == nullptr) kept_[extent] = NewBlock();
-    return kept_[extent].get();
+  void Spare(Block block) {
+    if (block.use_count() == 1) spare_.push_back(std::move(block));
   }
 
   std::mutex mutex_;
-  std::vector<Block> kept_;
+  std::vector<Block> kept_;   // by extent
+  std::vector<Block> spare_;  // that nobody else has
 };
 
 class ForeignAdapter : public Adapter {
  public:
   ForeignAdapter(Transfer write, Transfer read) : write_(write), read_(read) {}
 
-  Status Write(int64_t extent, const char* data, size_t bytes) override {
-    return Call(write_, extent, const_cast<char*>(data), bytes);
+  Status Write(int64_t extent, const Block& block, size_t bytes) override {
+    return Call(write_, extent, block.get(), bytes);
   }
 
-  Status Read(int64_t extent, char* data, size_t bytes) override {
-    return Call(read_, extent, data, bytes);
+  Status Read(int64_t extent, Block& block, size_t bytes) override {
+    return Call(read_, extent, block.get(), bytes);
   }
 
  private:
@@ -89,15 +98,17 @@ class ThrottledAdapter : public Adapter {
   ThrottledAdapter(std::unique_ptr<Adapter> adapter, double write, double read)
       : adapter_(std::move(adapter)), write_(write), read_(read) {}
 
-  Status Write(int64_t extent, const char* data, size_t bytes) override {
+  Status Write(int64_t extent, const Block& block, size_t bytes) override {
     write_.Pass(bytes);
-    return adapter_->Write(extent, data, bytes);
+    return adapter_->Write(extent, block, bytes);
   }
 
-  Status Read(int64_t extent, char* data, size_t bytes) override {
+  Status Read(int64_t extent, Block& block, size_t bytes) override {
     read_.Pass(bytes);
-    return adapter_->Read(extent, data, bytes);
+    return adapter_->Read(extent, block, bytes);
   }
+
+  Block Instead() override { return adapter_->Instead(); }
 
  private:
   std::unique_ptr<Adapter> adapter_;

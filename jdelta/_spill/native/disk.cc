@@ -14,15 +14,15 @@ class DiskAdapter : public Adapter {
   explicit DiskAdapter(int file) : file_(file) { SetDirect(true); }
   ~DiskAdapter() override { close(file_); }
 
-  Status Write(int64_t extent, const char* data, size_t bytes) override {
-    return Whole(extent, bytes, [this, data](size_t done, size_t left, off_t at) {
-      return pwrite(file_, data + done, left, at);
+  Status Write(int64_t extent, const Block& block, size_t bytes) override {
+    return Whole(extent, bytes, [this, &block](size_t done, size_t left, off_t at) {
+      return pwrite(file_, block.get() + done, left, at);
     });
   }
 
-  Status Read(int64_t extent, char* data, size_t bytes) override {
-    return Whole(extent, bytes, [this, data](size_t done, size_t left, off_t at) {
-      return pread(file_, data + done, left, at);
+  Status Read(int64_t extent, Block& block, size_t bytes) override {
+    return Whole(extent, bytes, [this, &block](size_t done, size_t left, off_t at) {
+      return pread(file_, block.get() + done, left, at);
     });
   }
 

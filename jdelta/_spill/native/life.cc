@@ -106,7 +106,10 @@ Store::Run& Store::Begin(int64_t id) {
 // A block, if need be one of what the device has too and what was written before `before`.
 Block Store::TakeBlock(uint64_t before) {
   Block block = pool_.Take();
-  if (block == nullptr && AnyBlock(before)) block = TakeHeld();
+  if (block == nullptr && AnyBlock(before)) {
+    pool_.Put(TakeHeld());
+    block = pool_.Take();
+  }
   return block;
 }
 

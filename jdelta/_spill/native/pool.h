@@ -7,7 +7,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace jdelta {
@@ -21,25 +23,23 @@ constexpr size_t kAlignment = 4096;
 
 constexpr size_t Aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-struct Unmap {
-  void operator()(char* data) const { munmap(data, kBlockBytes); }
-};
-
-// Owns its memory, aligned to a page.
-using Block = std::unique_ptr<char, Unmap>;
+// Memory aligned to a page. A device that is memory itself may have it too: what two have is not
+// written to any more.
+using Block = std::shared_ptr<char>;
 
 // A new block, or none when the system has no memory.
 inline Block NewBlock() {
   void* data =
       mmap(nullptr, kBlockBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  return Block(data == MAP_FAILED ? nullptr : static_cast<char*>(data));
+  if (data == MAP_FAILED) return nullptr;
+  return Block(static_cast<char*>(data), [](char* block) { munmap(block, kBlockBytes); });
 }
 
-// Never more than `most` blocks at once, nor more than the system has memory for; they are made when
-// first needed. Not for several threads.
+// Never more than `most` blocks at once, nor more than `make` has memory for; they are made when
+// needed. Not for several threads.
 class Pool {
  public:
-  explicit Pool(size_t most) : most_(most) {}
+  Pool(size_t most, std::function<Block()> make) : most_(most), make_(std::move(make)) {}
 
   // None when all are in use.
   Block Take() {
@@ -49,20 +49,27 @@ class Pool {
       return block;
     }
     if (made_ == most_) return nullptr;
-    Block block = NewBlock();
+    Block block = make_();
     block == nullptr ? most_ = made_ : ++made_;
     return block;
   }
 
   bool any() const { return !free_.empty() || made_ < most_; }
 
-  void Put(Block block) { free_.push_back(std::move(block)); }
+  void Put(Block block) {
+    if (block.use_count() > 1) {  // the device's from now on
+      --made_;
+    } else {
+      free_.push_back(std::move(block));
+    }
+  }
 
   size_t most() const { return most_; }
   size_t made() const { return made_; }
 
  private:
   size_t most_;
+  std::function<Block()> make_;
   size_t made_ = 0;
   std::vector<Block> free_;
 };

@@ -19,7 +19,7 @@ Store::Store(Options options, std::unique_ptr<Adapter> adapter)
     : options_(std::move(options)),
       adapter_(std::move(adapter)),
       process_(getpid()),
-      pool_(options_.blocks) {}
+      pool_(options_.blocks, [this] { return adapter_->Instead(); }) {}
 
 std::optional<Status> Store::Write(const Key& key, const void* data, size_t bytes, Done done) {
   if (Status status = Usable(); !status.empty()) return status;

@@ -219,7 +219,7 @@ Status Store::Transfer(Lock& lock, const Job& job, bool write) {
   lock.unlock();
   Chunk& chunk = job.chunk();
   Status status = write ? WriteChunk(chunk)
-                        : adapter_->Read(chunk.extent, chunk.block.get(), chunk.bytes);
+                        : adapter_->Read(chunk.extent, chunk.block, chunk.bytes);
   lock.lock();
   answered_ = Clock::now();
   if (--traffic.transfers == 0) {
@@ -231,9 +231,8 @@ Status Store::Transfer(Lock& lock, const Job& job, bool write) {
 }
 
 Status Store::WriteChunk(const Chunk& chunk) {
-  char* data = chunk.block.get();
-  std::memset(data + chunk.bytes, 0, Aligned(chunk.bytes) - chunk.bytes);
-  return adapter_->Write(chunk.extent, data, chunk.bytes);
+  std::memset(chunk.block.get() + chunk.bytes, 0, Aligned(chunk.bytes) - chunk.bytes);
+  return adapter_->Write(chunk.extent, chunk.block, chunk.bytes);
 }
 
 }  // namespace jdelta
