@@ -244,6 +244,22 @@ def test_reads_come_ahead_in_reverse_order_of_writes():
     assert flow(store).read == 12 * MIB  # none twice
 
 
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (0, 1, 2, 3), (1, 3, 0, 2)])
+def test_nothing_is_brought_ahead_twice(order):
+    """Two devices share a pool, and read what is written last in the order of their programs."""
+    store = open_store(adapter="memory", pool="16MiB")
+    tensor, units, size = np.zeros(MIB, np.uint8), 6, len(order)
+    keys = [Key(1, device, 0, row) for row in range(units * size) for device in range(2)]
+    for key in keys:
+        store.put(key, tensor)
+    store.settle()
+    for unit in reversed(range(units)):
+        for row in order:
+            for device in range(2):
+                store.get(Key(1, device, 0, unit * size + row), tensor)
+    assert flow(store).read == len(keys) * MIB
+
+
 def test_any_order_of_reads_is_right(store):
     tensors = fill(store, 16, size=3 * MIB // 2)
     for row in np.random.default_rng(1).permutation(16):

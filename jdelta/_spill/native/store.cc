@@ -150,12 +150,11 @@ std::optional<Status> Store::CopyOut(Lock& lock, const std::shared_ptr<Entry>& e
   if (!status.empty()) Fail(entry->key.run, status);
   if (entry->dropped && entry->touching == 0) return entry->error;
   if (!entry->dropped) {
-    PlanAhead(*entry);
+    const bool whole = --entry->left == 0;
+    if (whole) Leave(*entry);
+    PlanAhead(entry->key);
     Wake();
-    if (--entry->left == 0) {
-      Leave(*entry);
-      return Status();
-    }
+    if (whole) return Status();
   }
   entry->done = std::move(done);
   return std::nullopt;
@@ -216,11 +215,13 @@ bool Store::Claim(const std::shared_ptr<Entry>& entry, size_t index) {
   return true;
 }
 
-// Brings back what was written before `entry`, nearest first, as far as the pool reaches.
-void Store::PlanAhead(const Entry& entry) {
-  Lane& lane = runs_[entry.key.run].lanes[entry.key.device];
-  size_t reach = pool_.most();
-  for (auto next = lane.lower_bound(entry.order); next != lane.begin() && reach > 0;) {
+// Brings back what a device has still to read, what was written last first, as far as its share of
+// the pool reaches: more would put out again what was brought.
+void Store::PlanAhead(const Key& key) {
+  std::map<int64_t, Lane>& lanes = runs_[key.run].lanes;
+  Lane& lane = lanes[key.device];
+  size_t reach = pool_.most() / lanes.size();
+  for (auto next = lane.end(); next != lane.begin() && reach > 0;) {
     --next;
     size_t many = std::min(reach, next->second->chunks.size());
     for (size_t i = 0; i < many; ++i) BringAhead(next->second, i);

@@ -55,8 +55,8 @@ struct Counters {
 
 // Tensors are cut to blocks. A write copies them into the pool and threads of the store move them
 // from there to the device; a read takes from the pool what is still or again there (and cancels
-// the write of what has not left yet), and the threads bring back the rest. When one is read, those
-// written before it are brought back ahead, because a backward pass reads in reverse order.
+// the write of what has not left yet), and the threads bring back the rest. When one is read, what
+// was written last is brought back ahead, because a backward pass reads in reverse order.
 //
 // Nothing waits in a circle: a queued block needs nothing but the device to become free; what is in
 // memory and on the device may be put out of memory at any time; a tensor that waits to be read may
@@ -109,7 +109,7 @@ class Store : public std::enable_shared_from_this<Store> {
   std::optional<Status> CopyOut(Lock& lock, const std::shared_ptr<Entry>& entry, Done done);
   Status CopyChunkOut(const Chunk& chunk) const;
   bool Claim(const std::shared_ptr<Entry>& entry, size_t index);
-  void PlanAhead(const Entry& entry);
+  void PlanAhead(const Key& key);
   void BringAhead(const std::shared_ptr<Entry>& entry, size_t index);
 
   // life.cc

@@ -204,6 +204,7 @@ void Store::Deliver(Lock& lock, const Job& job) {
   if (!status.empty()) Fail(entry.key.run, status);
   if (!entry.dropped && --entry.left == 0) {
     Leave(entry);
+    PlanAhead(entry.key);
     Answer(entry, Status());
   }
   AnswerDropped(entry);
