@@ -18,7 +18,7 @@ from jdelta import _jax
 from jdelta._fusion import Compiler, storage
 from jdelta._gradients import is_backward_loop
 from jdelta._graph import Graph, graph_of
-from jdelta._jax import Atom, Eqn, Jaxpr, Var
+from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._peak import iteration, stored_sizes
 from jdelta._primitives import LOOPS, MATMULS
 from jdelta._scan import operands_on_path
@@ -61,24 +61,10 @@ def _with_ties(loop: Eqn, compiler: Compiler, shardings: Shardings) -> Eqn:
     for number in kept.early(following.keys()):
         stop, value = following[number]
         ties.setdefault(stop, [value]).append(eqns[products[number]].outvars[0])
-    return loop.replace(params={**loop.params, "jaxpr": _tied(body, ties)}) if ties else loop
-
-
-def _tied(body: Jaxpr, ties: Mapping[int, Sequence[Var]]) -> Jaxpr:
-    """A program with a barrier around some values after each of some equations."""
-    behind: dict[Var, Var] = {}
-
-    def now(atom: Atom) -> Atom:
-        return behind.get(atom, atom) if _jax.is_var(atom) else atom
-
-    inner, eqns = _jax.open_jaxpr(body), list[Eqn]()
-    for index, eqn in enumerate(inner.eqns):
-        eqns.append(eqn.replace(invars=[now(v) for v in eqn.invars]))
-        if values := ties.get(index):
-            made = [_jax.new_var(v.aval) for v in values]
-            eqns.append(_jax.barrier_equation(list(map(now, values)), made, eqn))
-            behind.update(zip(values, made, strict=True))
-    return _jax.rebuild(body, eqns, list(map(now, inner.outvars)))
+    if not ties:
+        return loop
+    tied = _jax.with_barriers(body, {index: [values] for index, values in ties.items()})
+    return loop.replace(params={**loop.params, "jaxpr": tied})
 
 
 @dataclass(frozen=True)

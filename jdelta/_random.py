@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jdelta import _jax
-from jdelta._jax import Atom, Eqn, Jaxpr, Var
+from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._primitives import CHEAP, EXPENSIVE, FREE, VIEWS
 
 _SOURCES = frozenset({"random_bits", "threefry2x32"})
@@ -26,23 +26,19 @@ def with_written_bits(closed: Jaxpr) -> Jaxpr:
     was written; a copy from before it would be made of the bits once more. Calls have to be
     inlined; loops are rewritten inside too.
     """
-    inner = _jax.open_jaxpr(closed)
-    last = _last_made_of_bits(inner.eqns)
-    behind: dict[Var, Var] = {}
-    eqns: list[Eqn] = []
+    eqns = [_with_written_bits_inside(eqn) for eqn in _jax.open_jaxpr(closed).eqns]
+    last = _last_made_of_bits(eqns)
+    barriers = {
+        index: [[v] for v in eqn.outvars if _jax.is_var(v) and v in last]
+        for index, eqn in enumerate(eqns)
+    }
+    return _jax.with_barriers(_jax.with_equations(closed, eqns), barriers)
 
-    def now(atom: Atom) -> Atom:
-        return behind.get(atom, atom) if _jax.is_var(atom) else atom
 
-    for eqn in inner.eqns:
-        params = eqn.params
-        if eqn.primitive.name == "scan":
-            params = {**params, "jaxpr": with_written_bits(params["jaxpr"])}
-        eqns.append(eqn.replace(invars=[now(v) for v in eqn.invars], params=params))
-        for made in (v for v in eqn.outvars if _jax.is_var(v) and v in last):
-            behind[made] = _jax.new_var(made.aval)
-            eqns.append(_jax.barrier_equation([made], [behind[made]], eqn))
-    return _jax.rebuild(closed, eqns, [now(v) for v in inner.outvars])
+def _with_written_bits_inside(eqn: Eqn) -> Eqn:
+    if eqn.primitive.name != "scan":
+        return eqn
+    return eqn.replace(params={**eqn.params, "jaxpr": with_written_bits(eqn.params["jaxpr"])})
 
 
 def _last_made_of_bits(eqns: Sequence[Eqn]) -> set[Var]:

@@ -36,7 +36,6 @@ from jdelta._jax.checkpoint import renamed as renamed
 from jdelta._jax.equation import COTANGENT as COTANGENT
 from jdelta._jax.equation import DEBUG as DEBUG
 from jdelta._jax.equation import REGION as REGION
-from jdelta._jax.equation import barrier_equation as barrier_equation
 from jdelta._jax.equation import complex_equation as complex_equation
 from jdelta._jax.equation import in_scope as in_scope
 from jdelta._jax.equation import is_backward as is_backward
@@ -44,6 +43,7 @@ from jdelta._jax.equation import manual_axes as manual_axes
 from jdelta._jax.equation import name_stack as name_stack
 from jdelta._jax.equation import part_equations as part_equations
 from jdelta._jax.equation import scan_counts as scan_counts
+from jdelta._jax.equation import with_barriers as with_barriers
 from jdelta._jax.hooks import SCAN as SCAN
 from jdelta._jax.hooks import VJP as VJP
 from jdelta._jax.hooks import current_session as current_session

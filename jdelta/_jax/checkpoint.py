@@ -97,7 +97,7 @@ def renamed(eqn: Eqn, name: str) -> Eqn:
 
 def name_equation(source: Var, target: Var, name: str, like: Eqn) -> Eqn:
     """``target = checkpoint_name(source, name)``, at the source line of ``like``."""
-    return from_template(_name_equation(), [source], target, like, name=name)
+    return from_template(_name_equation(), [source], [target], like, name=name)
 
 
 @functools.cache

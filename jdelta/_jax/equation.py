@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdelta._jax.programs import Eqn, open_jaxpr
-from jdelta._jax.values import Var, new_var
+from jdelta._jax.programs import Eqn, Jaxpr, open_jaxpr, rebuild
+from jdelta._jax.values import Atom, Var, is_var, new_var
 
 REGION = "jdelta_region"
 """Name of the primitive that a region is while nothing has differentiated it."""
@@ -61,23 +61,39 @@ def manual_axes(eqn: Eqn) -> Sequence[str]:
 
 
 def from_template(
-    template: Eqn, sources: Sequence[Var], target: Var, like: Eqn, **params: Any
+    template: Eqn, sources: Sequence[Atom], targets: Sequence[Var], like: Eqn, **params: Any
 ) -> Eqn:
     """The equation ``template`` for other variables, at the source line of ``like``."""
     return like.replace(
         primitive=template.primitive,
         params={**template.params, **params},
         invars=list(sources),
-        outvars=[target],
+        outvars=list(targets),
         effects=template.effects,
     )
 
 
-def barrier_equation(sources: Sequence[Var], targets: Sequence[Var], like: Eqn) -> Eqn:
-    """``targets = optimization_barrier(sources)``, at the source line of ``like``."""
-    return from_template(_barrier_equation(), sources, targets[0], like).replace(
-        outvars=list(targets)
-    )
+def with_barriers(closed: Jaxpr, after: Mapping[int, Sequence[Sequence[Var]]]) -> Jaxpr:
+    """A program in which what comes later reads some values from behind barriers.
+
+    Args:
+        closed: The program.
+        after: From the index of an equation to the barriers after it, each with the values that
+            share it.
+    """
+    behind: dict[Var, Var] = {}
+
+    def now(atoms: Sequence[Atom]) -> list[Atom]:
+        return [behind.get(atom, atom) if is_var(atom) else atom for atom in atoms]
+
+    inner, eqns = open_jaxpr(closed), list[Eqn]()
+    for index, eqn in enumerate(inner.eqns):
+        eqns.append(eqn.replace(invars=now(eqn.invars)))
+        for values in after.get(index, ()):
+            made = [new_var(v.aval) for v in values]
+            eqns.append(from_template(_barrier_equation(), now(values), made, eqn))
+            behind.update(zip(values, made, strict=True))
+    return rebuild(closed, eqns, now(inner.outvars))
 
 
 @functools.cache
@@ -91,14 +107,14 @@ def part_equations(source: Var, like: Eqn) -> list[Eqn]:
     parts = _complex_equations(source.aval.dtype)[:2]
     avals = [source.aval.update(dtype=part.outvars[0].aval.dtype) for part in parts]
     return [
-        from_template(part, [source], new_var(aval), like)
+        from_template(part, [source], [new_var(aval)], like)
         for part, aval in zip(parts, avals, strict=True)
     ]
 
 
 def complex_equation(parts: Sequence[Var], target: Var, like: Eqn) -> Eqn:
     """``target = complex(*parts)``, at the source line of ``like``."""
-    return from_template(_complex_equations(target.aval.dtype)[2], parts, target, like)
+    return from_template(_complex_equations(target.aval.dtype)[2], parts, [target], like)
 
 
 @functools.cache
