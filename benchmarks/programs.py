@@ -79,8 +79,7 @@ class Program:
             return {}
         module = parse(compiled.as_text() or "")
         overlap = read_overlap(module, self.target.rates)
-        seconds = overlap.compute + overlap.exposed
-        return {"scheduled": seconds, "cycles": expected_cycles(module, module.entry)}
+        return {"scheduled": overlap.seconds, "cycles": expected_cycles(module, module.entry)}
 
     def added(self, plain: "Program") -> float:
         """What its compiled instructions take more than those of the plain step, as a part of it.

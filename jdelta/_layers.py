@@ -11,7 +11,7 @@ from typing import Any
 
 from jdelta._boundary import with_boundaries
 from jdelta._budget import Budget
-from jdelta._candidate import Found
+from jdelta._candidate import Candidate, Found
 from jdelta._decision import Decision
 from jdelta._emit import Step
 from jdelta._errors import BudgetError
@@ -81,7 +81,9 @@ class Planning:
             search.items.check_moved(self.pin, found.best.decisions)
         return found
 
-    def _search(self, grouping: Grouping, before: Search | None = None) -> Search:
+    def _search(
+        self, grouping: Grouping, before: Search | None = None, alike: Candidate | None = None
+    ) -> Search:
         loops = f", {grouping.layers} layers in an iteration" if grouping.layers > 1 else ""
         _LOG.info("tracing the step%s", loops)
         trace = self.traced(grouping)
@@ -90,7 +92,7 @@ class Planning:
         files = self.files(residuals)
         pin = decisions_of(self.pin, trace, residuals) if callable(self.pin) else self.pin
         items = items_of(residuals, step.target, self.host_room, pin, files)
-        return Search(step, items, trace, self.solver, before)
+        return Search(step, items, trace, self.solver, before, alike)
 
     def _nested(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:
         """Nested checkpoints, since everything else needs more than the budget."""
@@ -108,7 +110,7 @@ class Planning:
         bound, search, found = alike.budget, first, alike
         grouping = first.better_grouping(alike)
         if grouping:
-            other = self._search(grouping, first)
+            other = self._search(grouping, first, alike.best)
             with contextlib.suppress(BudgetError):
                 apart = other.run(bound)
                 if apart.best.overhead < alike.best.overhead:
@@ -118,7 +120,7 @@ class Planning:
         known = search.known_grouping(bound, found.best.overhead)
         if known is None or known == search.trace.grouping:
             return search, found
-        search = self._search(known, search)
+        search = self._search(known, search, alike.best)
         return search, search.run(bound)
 
 

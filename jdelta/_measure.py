@@ -29,6 +29,9 @@ _REFUSAL = re.compile(
 )
 
 # Besides the options of the call, these change what is compiled: environment and JAX's settings.
+_FORMAT = "2"
+"""Of what is kept on disk; another one when the same program is read in another way."""
+
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _SETTINGS = (
     "jax_compiler_enable_remat_pass",
@@ -70,7 +73,8 @@ class Measurement:
         seconds: Time the compiler took; next to nothing when JAX had compiled the program before.
         code: Bytes of the program itself. A TPU has it in device memory too; its compiler makes it
             smaller where memory is short.
-        overlap: What the schedule hides of the transfers between device and host.
+        overlap: What the schedule hides of the transfers between device and host, and what else the
+            program takes; without transfers that is read of programs for GPUs only.
         wrong_fetches: Instructions that fetch other rows from the host than the program asks for.
         host_buffers: Bytes of each buffer that the program allocates in host memory, largest first.
         undone: Names of values that it keeps, or computes again, against what it was given.
@@ -146,6 +150,7 @@ def _name(
 ) -> str:
     """The cache's name for a program, the same in every process that lowers it."""
     return _cache.key(
+        _FORMAT,
         lowered.as_text(),
         target.name,
         repr(target.rates),
@@ -246,23 +251,24 @@ def _read_off(
     compiled: jax.stages.Compiled, target: Target, computed: Computed, reported: int
 ) -> dict[str, Any]:
     """What only the text says: which names are undone, what is on the host or in files."""
-    if not reported and computed == NOTHING:
+    cuda = target.platform == "cuda"
+    if not (reported or cuda or computed != NOTHING):
         return {"host": 0}
     text = compiled.as_text() or ""
     undone, spills = computed.undone(text), WRITE in text
-    if not reported and not spills:
+    if not (reported or cuda or spills):
         return {"host": 0, "undone": undone}
     program = parse(text)
-    said = {"undone": undone, "files": file_calls(program) if spills else ()}
+    said: dict[str, Any] = {"undone": undone, "files": file_calls(program) if spills else ()}
+    if reported or cuda:
+        said["overlap"] = read_overlap(program, target.rates)
     if not reported:
         return {"host": 0, **said}
-    wrong = forward_fetches(program) if target.platform == "cuda" else ()
     there = buffers(program)
     return {
         "host": min(reported, sum(there)) if target.platform == "tpu" else reported,
         "host_buffers": there,
-        "overlap": read_overlap(program, target.rates),
-        "wrong_fetches": tuple(wrong),
+        "wrong_fetches": tuple(forward_fetches(program)) if cuda else (),
         **said,
     }
 

@@ -87,6 +87,11 @@ class Overlap:
         return self.exposed_out + self.exposed_in
 
     @property
+    def seconds(self) -> float:
+        """Seconds of the whole program."""
+        return self.compute + self.exposed
+
+    @property
     def exposed_out(self) -> float:
         """Seconds that compute waits for transfers from device to host."""
         return sum(t.trips * t.exposed for t in self._going("out"))
@@ -108,7 +113,7 @@ class Overlap:
 
 
 NO_TRANSFERS = Overlap((), 0.0)
-"""Of a program that keeps nothing on the host; its compute is not read."""
+"""Of a program that is not read: one that keeps nothing on the host, but for GPUs."""
 
 
 def read_overlap(module: Module, rates: Rates) -> Overlap:

@@ -76,6 +76,7 @@ class Search:
         trace: Trace,
         solver: Solver,
         before: Search | None = None,
+        alike: Candidate | None = None,
     ):
         """Begin a search.
 
@@ -86,6 +87,7 @@ class Search:
             solver: What decides.
             before: The search for the same step with its loops as they are. Where that has a plan,
                 this one may end without.
+            alike: The plan that was found there.
         """
         self.step = step
         self.items = items
@@ -100,6 +102,7 @@ class Search:
         self._emitted: dict[Policy | None, Emission] = {}
         self._plain = before._plain if before else self._of_plain()
         self._may_fail = before is not None and not step.grouping.nested
+        self._alike = alike
         self._splitting = ROW_PASSES * trace.row_bytes / step.target.rates.bandwidth
         self._extra = self._splitting if step.grouping.layers > 1 else 0.0
         if step.grouping.nested:
@@ -379,14 +382,28 @@ class Search:
         candidate = replace(candidate, **program._asdict())
         if candidate.decisions is not None:
             self._correction.learn(candidate)
-        if candidate.decisions is not None and measurement.host:
-            rest = self.items.overhead_but_for_host(candidate.decisions)
-            seconds = rest + measurement.overlap.exposed + self._extra
-            candidate = replace(candidate, overhead=seconds)
+            candidate = replace(candidate, overhead=self._overhead(candidate))
         if emission.policy is not None and not self._offload_failed(candidate):
             overhead, peak = candidate.overhead, candidate.peak
             self._compiles.know(self.step.grouping, emission.policy, overhead, peak)
         return candidate
+
+    def _overhead(self, candidate: Candidate) -> float:
+        """Seconds that a plan adds, now that it is compiled.
+
+        Transfers are as exposed as in its schedule. On GPUs, whose steps take about what their
+        instructions do, these say what several layers in an iteration take more.
+        """
+        decisions, measurement = candidate.decisions, candidate.measurement
+        assert decisions is not None
+        assert measurement is not None
+        alike, is_gpu = self._alike, self.step.target.platform == "cuda"
+        if alike and alike.measurement and is_gpu and not measurement.refused:
+            return alike.overhead + measurement.overlap.seconds - alike.measurement.overlap.seconds
+        if measurement.host:
+            rest = self.items.overhead_but_for_host(decisions)
+            return rest + measurement.overlap.exposed + self._extra
+        return candidate.overhead
 
     def _offload_failed(self, candidate: Candidate) -> bool:
         """Whether the compiled program does not offload what the plan does, or does it wrong.

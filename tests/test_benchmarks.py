@@ -39,6 +39,7 @@ from benchmarks import (
 from benchmarks.xla import dropout, gradients
 from jdelta import _largest
 from jdelta._files import Scope, hidden_scopes
+from jdelta._spill import SpillRates
 from tests.versions import fails_in_jax_0_10_with_remat3
 
 SCRIPTS = [
@@ -302,6 +303,7 @@ def test_steps_spill_in_turns_with_steps_that_keep(monkeypatch, tmp_path):
     small = {"layers": 2, "width": 64, "heads": 2, "batch": 8, "length": 64}
     monkeypatch.setitem(throttled.STEPS, "small", small)
     monkeypatch.setitem(throttled.DEVICES, "quick", {"adapter": "memory", "least": "1KiB"})
+    monkeypatch.setattr(throttled, "rates_of", lambda spill: SpillRates(1e12, 1e12))
     job = {"step": "small", "device": "quick", "directory": str(tmp_path)}
     r = {**job, **throttled.row(**job, repeats=2), "jax": jax.__version__}
     spilled = sum(r["scopes"][: r["rule"]])

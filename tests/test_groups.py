@@ -210,15 +210,16 @@ def test_layers_apart_are_never_slower(share):
 
 @needs_cuda
 @pytest.mark.compiler
-def test_few_large_residuals_use_the_budget_when_layers_are_apart():
+def test_layers_apart_are_not_used_where_they_take_longer_by_their_instructions():
+    """Four an iteration would use 97 % of this budget, and were predicted to be quicker."""
     case = build("mlp", batch=32768, scan=True, remat=jdelta.remat)
-    args = case.step, "9131MiB", case.state, case.batch
+    args = case.step, "8116MiB", case.state, case.batch
     options = {"donate_argnums": 0, "target": "cuda:h100"}
     alike = jdelta.plan(*args, per_layer=False, **options)
-    apart = jdelta.plan(*args, **options)
-    assert alike.compiled_peak < 0.9 * alike.budget
-    assert 0.97 * apart.budget < apart.compiled_peak <= apart.budget
-    assert apart.overhead < 0.95 * alike.overhead
+    free = jdelta.plan(*args, **options)
+    assert free.compiles > alike.compiles, "they were tried"
+    assert 0 < free.overlap.seconds <= alike.overlap.seconds
+    assert free.policy == alike.policy
 
 
 # Nested
