@@ -369,7 +369,8 @@ def fletcher(data):
     padded = np.zeros(-(-data.size // 16) * 16, np.uint8)
     padded[: data.size] = data
     groups = padded[: data.size // 16384 * 16384].reshape(-1, 4, 64, 64)  # pages, lines, bytes
-    padded[: groups.size] = groups.swapaxes(1, 2).reshape(-1)
+    turned = np.stack([np.roll(groups[:, page], -16 * page, axis=1) for page in range(4)], axis=2)
+    padded[: groups.size] = turned.reshape(-1)
     words = padded.view("<u4").reshape(-1, 2, 2).astype(np.uint64)
     sums = np.zeros((2, 4, 2), np.uint64)
     for order in range(4 if data.size else 0):

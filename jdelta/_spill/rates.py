@@ -17,6 +17,9 @@ from jdelta._spill.store import Store
 TENSOR = 8 << 20
 """Bytes of one tensor of the measurement."""
 
+ALIGNMENT = 64
+"""The addresses of XLA's tensors on a CPU are multiples of this."""
+
 SECONDS = 0.2
 """About how long each direction is measured."""
 
@@ -61,7 +64,7 @@ def rates_of(spill: Spill, *, again: bool = False) -> SpillRates:
 def _measure(spill: Spill) -> SpillRates:
     """Measures them, with a store of its own."""
     limit = MOST * TENSOR if spill.limit_bytes is None else spill.limit_bytes
-    data = np.arange(TENSOR, dtype=np.uint8)
+    data = _tensor()
     store = Store(replace(spill, pool=4 * TENSOR))
     try:
         # A step writes where it has written before. The first round finds pages and parts of a file
@@ -71,6 +74,12 @@ def _measure(spill: Spill) -> SpillRates:
         return rates
     finally:
         store.close()
+
+
+def _tensor() -> np.ndarray[Any, Any]:
+    """A tensor that begins where XLA's do: how fast one is copied depends on its address."""
+    room = np.arange(TENSOR + ALIGNMENT, dtype=np.uint8)
+    return room[-room.ctypes.data % ALIGNMENT :][:TENSOR]
 
 
 def agreed_rates(spill: Spill) -> SpillRates:

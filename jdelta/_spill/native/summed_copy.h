@@ -10,10 +10,11 @@
 namespace jdelta {
 
 // The checksum: Fletcher's sums (a, b, c, d: ZFS's fletcher4) of each of the four streams that every
-// fourth 32-bit word makes, in the order in which they are copied (of each 16 KiB the first 64 bytes
-// of its four pages, then the second, and so on; of less as they stand), the last one filled up with
-// zeros. In this order: of streams 0 and 2 both a, both b, both c and both d, then of streams 1 and
-// 3. In a block a change of one word, or of two of one stream, is found for certain.
+// fourth 32-bit word makes, in the order in which they are copied (of each 16 KiB 64 bytes of each of
+// its four pages, then the next 64, each page beginning a quarter on from the one before; of less as
+// they stand), the last one filled up with zeros. In this order: of streams 0 and 2 both a, both b,
+// both c and both d, then of streams 1 and 3. In a block a change of one word, or of two of one
+// stream, is found for certain.
 using Sums = std::array<uint64_t, 16>;
 
 // Takes any addresses, and saves a third of the memory traffic where `to` is a multiple of 16.
