@@ -72,9 +72,9 @@ def markdown(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = record.parser(__doc__, [])
-    options = record.options(parser, markdown)
-    rows = record.run([{"offset": offset} for offset in OFFSETS], row, options.json)
+    options = record.options(record.parser(__doc__, list(map(str, OFFSETS))), markdown)
+    jobs = [{"offset": int(offset)} for offset in options.step or OFFSETS]
+    rows = record.run(jobs, row, options.json)
     record.show("copies to the pool and back (GB/s)", HEADS, map(cells, rows))
 
 

@@ -28,10 +28,10 @@ _REFUSAL = re.compile(
     re.DOTALL,
 )
 
-# Besides the options of the call, these change what is compiled: environment and JAX's settings.
 _FORMAT = "2"
 """Of what is kept on disk; another one when the same program is read in another way."""
 
+# Besides the options of the call, these change what is compiled: environment and JAX's settings.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _SETTINGS = (
     "jax_compiler_enable_remat_pass",

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from benchmarks import (
     budgets,
     compiled_order,
+    copying,
     device,
     hand_policies,
     max_batch,
@@ -44,7 +45,8 @@ from tests.versions import fails_in_jax_0_10_with_remat3
 
 SCRIPTS = [
     *(budgets, device, dropout, gradients, hand_policies, max_batch, offload, per_layer, savings),
-    *(compiled_order, pins, prices, resident, rok, simulation, small_order, throttled, unmarked),
+    *(compiled_order, copying, pins, prices, resident, rok, simulation, small_order),
+    *(throttled, unmarked),
 ]
 STEP = {"step": "tiny", "target": "cpu"}
 
@@ -297,6 +299,15 @@ def test_the_rule_written_out_twice(bandwidth):
     found = throttled.predicted_scopes(sizes, seconds, bandwidth)
     assert found == hidden_scopes(scopes, bandwidth, math.inf)
     assert found > 0
+
+
+def test_copies_to_the_pool_have_rates(monkeypatch):
+    monkeypatch.setattr(copying, "SIZE", copying.BLOCK)
+    rates = copying.row(64)
+    assert set(rates) == {"in", "out", "numpy"}
+    assert all(1e6 < rate < 1e13 for rate in rates.values())
+    offset, *shown = copying.cells({"offset": 64, **rates})
+    assert (offset, float(shown[0])) == ("64", pytest.approx(rates["in"] / 1e9, abs=0.06))
 
 
 def test_steps_spill_in_turns_with_steps_that_keep(monkeypatch, tmp_path):
