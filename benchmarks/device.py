@@ -2,8 +2,11 @@
 
 Every row is measured in a process of its own, so that the peak that the device's allocator reports
 is that row's. A step's times are those of each call, state donated, until its results are there;
-the first calls are kept apart as warm-up. Predicted seconds stand beside the measured ones, and for
-each step how well they agree on the order of the variants (Kendall's tau).
+the first calls are kept apart as warm-up. Predicted seconds stand beside the measured ones, those
+of the operations as traced and those of the compiled instructions, and for each step how well the
+latter agree on the order of the variants (Kendall's tau). *plan 60%* is a plan for that share of
+the plain step's peak, *plan as POLICY* one for the peak that a hand policy compiles to, *to hand*
+its median seconds over that policy's.
 
     python -m benchmarks.device --step "gpt2 scanned"
 
@@ -38,9 +41,13 @@ WARMUP, REPEATS = 3, 20
 LINK_BYTES = (2**20, 2**24, 2**28)
 MATRIX, CHAIN = 4096, 16
 DTYPES = ("bfloat16", "float32")
-PLANS = {f"plan {share:.0%}": share for share in (0.8, 0.6, 0.5, 0.4)}
-VARIANTS = ("plain", *policies.POLICIES, *PLANS)
-HEADS = "step variant peak allocator before median predicted ratio".split()
+SHARES = {f"plan {share:.0%}": share for share in (0.8, 0.6, 0.5, 0.4)}
+AS_BY_HAND = {f"plan as {policy}": policy for policy in policies.POLICIES}
+VARIANTS = ("plain", *policies.POLICIES, *SHARES, *AS_BY_HAND)
+HEADS = (
+    *"step variant peak host allocator before median traced compiled ratio".split(),
+    "to hand",
+)
 
 
 def attached(platform: str) -> Any:
@@ -141,7 +148,7 @@ def of_step(device: Any, step: str, variant: str, repeats: int = REPEATS, **opti
         **options: Arguments of `models.build` in place of the step's own.
     """
     target = resolve(args=jnp.zeros(())).name
-    ready = planned if variant in PLANS else unplanned
+    ready = unplanned if variant in ("plain", *policies.POLICIES) else planned
     figures, call = ready(step, variant, target, **options)
     if call is None:
         return figures
@@ -157,24 +164,44 @@ def unplanned(
     step: str, variant: str, target: str, **options: Any
 ) -> tuple[Row, Callable[..., Any] | None]:
     """What is known of the plain step or of a hand policy before it runs, and the compiled step."""
-    program = programs.traced(steps.build(step, **options), target)
-    if variant != "plain":
-        why = policies.refusal(variant, step, program.names(), program.target.offload_refusal)
-        if why:
-            return {"skipped": why}, None
-        program = programs.traced(policies.build(variant, step, **options), target)
-    compiled, measured = measure(program.lower(), program.target)
-    figures = {"compiled_peak": measured.peak, "price": dataclasses.asdict(program.price)}
+    program, why = traced(step, variant, target, **options)
+    if why:
+        return {"skipped": why}, None
+    compiled, measured = measure(program.lower(), program.target, executable=True)
+    figures = {
+        "compiled_peak": measured.peak,
+        "host_bytes": measured.host,
+        "scheduled": measured.overlap.seconds,
+        "price": dataclasses.asdict(program.priced(measured.overlap)),
+    }
     return figures, compiled
+
+
+def traced(
+    step: str, variant: str, target: str, **options: Any
+) -> tuple[programs.Program, str | None]:
+    """The plain step or a hand policy, and why the policy is not for the step if it is not."""
+    program = programs.traced(steps.build(step, **options), target)
+    if variant == "plain":
+        return program, None
+    why = policies.refusal(variant, step, program.names(), program.target.offload_refusal)
+    return programs.traced(policies.build(variant, step, **options), target), why
 
 
 def planned(
     step: str, variant: str, target: str, **options: Any
 ) -> tuple[Row, Callable[..., Any] | None]:
     """What is known of a plan before it runs, and the compiled step."""
-    case = steps.build(step, remat=jdelta.remat, **options)
-    figures, made = programs.plan(case, PLANS[variant], target)
-    return figures, made and made.jit()
+    budget = SHARES.get(variant)
+    if budget is None:
+        program, why = traced(step, AS_BY_HAND[variant], target, **options)
+        if why:
+            return {"skipped": why}, None
+        budget = min(program.measured.peak, program.target.memory)
+    figures, made = programs.plan(steps.build(step, remat=jdelta.remat, **options), budget, target)
+    if made is None:
+        return figures, None
+    return {**figures, "scheduled": made.overlap.seconds}, made.jit()
 
 
 def ran(device: Any, call: Callable[..., Any], state: Any, batch: Any, repeats: int) -> Row:
@@ -199,14 +226,24 @@ def peak(device: Any) -> int | None:
     return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def cells(r: Row) -> list[str]:
+def cells(r: Row, rows: list[Row]) -> list[str]:
     """One line of the table: MiB and milliseconds."""
     if "seconds" not in r:
         return [r["step"], r["variant"], r.get("skipped") or "did not fit"]
-    median, predicted = statistics.median(r["seconds"]), r["price"]["seconds"]
-    sizes = [r["compiled_peak"], r["allocator_peak"], r["allocator_peak_before"]]
-    times = [f"{1e3 * median:.2f} ms", f"{1e3 * predicted:.2f} ms", f"{median / predicted:.2f}"]
-    return [r["step"], r["variant"], *map(mib, sizes), *times]
+    median, predicted = statistics.median(r["seconds"]), expected(r)
+    sizes = ["compiled_peak", "host_bytes", "allocator_peak", "allocator_peak_before"]
+    times = [f"{1e3 * t:.2f}" for t in (median, r["price"]["seconds"], r["scheduled"])]
+    times.append(f"{median / predicted:.2f}")
+    by_hand = AS_BY_HAND.get(r["variant"])
+    hand = [h for h in rows if (h.get("step"), h.get("variant")) == (r["step"], by_hand)]
+    beside = [f"{median / statistics.median(h['seconds']):.3f}" for h in hand if "seconds" in h]
+    return [r["step"], r["variant"], *(mib(r[size]) for size in sizes), *times, *beside]
+
+
+def markdown(rows: list[Row]) -> str:
+    """The rows of steps as the docs show them, those that ran."""
+    ran = [r for r in rows if "seconds" in r]
+    return record.table(HEADS, ([*cells(r, rows), ""][: len(HEADS)] for r in ran))
 
 
 def agreement(rows: list[Row]) -> float | None:
@@ -215,13 +252,18 @@ def agreement(rows: list[Row]) -> float | None:
     if len(ran) < 2:
         return None
     measured = [statistics.median(r["seconds"]) for r in ran]
-    return float(kendalltau(measured, [r["price"]["seconds"] for r in ran]).statistic)
+    return float(kendalltau(measured, list(map(expected, ran))).statistic)
+
+
+def expected(r: Row) -> float:
+    """Predicted seconds, by the compiled instructions where they are read (not on CPUs)."""
+    return r["scheduled"] or r["price"]["seconds"]
 
 
 def report(rows: list[Row]) -> None:
     """Prints all rows of steps, and how well the order of each step's variants was predicted."""
     of_steps = [r for r in rows if r["what"] == "step"]
-    record.show("measured on the device", HEADS, map(cells, of_steps))
+    record.show("on the device (MiB, ms)", HEADS, (cells(r, rows) for r in of_steps))
     for step in dict.fromkeys(r["step"] for r in of_steps):
         tau = agreement([r for r in of_steps if r["step"] == step])
         if tau is not None:
@@ -249,7 +291,7 @@ def main() -> None:
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu", help="default: gpu")
     parser.add_argument("--variant", action="append", choices=VARIANTS, metavar="NAME")
     parser.add_argument("--no-rates", action="store_true", help="measure steps only")
-    options = parser.parse_args()
+    options = record.options(parser, markdown)
     alone = {"max_workers": 1, "max_tasks_per_child": 1}
     with ProcessPoolExecutor(**alone, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:

@@ -19,7 +19,7 @@ from jdelta._hlo import Computation, Module, parse
 from jdelta._loop import read_loop
 from jdelta._marks import NOTHING, Computed
 from jdelta._measure import Measurement, measure
-from jdelta._overlap import read_overlap
+from jdelta._overlap import Overlap, read_overlap
 from jdelta._planned import step_of
 from jdelta._policy import Policy
 from jdelta._shardy import shardings_of
@@ -97,8 +97,11 @@ class Program:
     @functools.cached_property
     def price(self) -> Price:
         """Predicted seconds of its operations as traced."""
+        return self.priced(self.measured.overlap)
+
+    def priced(self, overlap: Overlap) -> Price:
+        """The same where it is known already what its compiled schedule hides."""
         compute = program_seconds(self.graph, self.target.rates, self.target.platform)
-        overlap = self.measured.overlap
         return Price(compute, overlap.bytes_out, overlap.bytes_in, compute + overlap.exposed)
 
     def names(self) -> set[str]:
@@ -170,8 +173,8 @@ def plan(case: Case, budget: float, target: str, **options: Any) -> tuple[Row, j
         )
     except jdelta.BudgetError as error:
         return {"error": str(error), "floor": error.floor, "budget": budget}, None
-    price = dataclasses.asdict(planned(case, made).price)
-    return {**of_plan(made), "price": price}, made
+    price = planned(case, made).priced(made.overlap)
+    return {**of_plan(made), "price": dataclasses.asdict(price)}, made
 
 
 def of_plan(plan: jdelta.Plan) -> Row:

@@ -14,8 +14,8 @@ class Rates:
     """How fast a device computes and moves bytes.
 
     Attributes:
-        matmul: Pairs of dtype name and FLOP/s of a large matrix product at JAX's default precision
-            on that device (float32 is one bfloat16 pass on a TPU and TF32 on a GPU).
+        matmul: Pairs of a kind of matrix product (see ``product_kind``) and FLOP/s of a large one.
+            At JAX's default precision float32 is one bfloat16 pass on a TPU and TF32 on a GPU.
         vector: FLOP/s of float32 arithmetic outside matrix products.
         integer: Operations/s on 32-bit integers: additions, shifts, logic.
         bandwidth: Bytes/s of device memory, reads and writes together.
@@ -33,16 +33,27 @@ class Rates:
     host_to_device: float
     interconnect: float = field(default=math.inf, repr=False)
 
-    def flops(self, dtype: str) -> float:
-        """FLOP/s of a matrix product of ``dtype``.
+    def flops(self, kind: str) -> float:
+        """FLOP/s of a kind of matrix product.
 
         A dtype without a figure of its own runs at float32's rate, slower in proportion when it is
-        wider than that.
+        wider than that; a precision without one runs like the default.
         """
-        known = dict(self.matmul)
-        if dtype in known:
-            return known[dtype]
+        known, dtype = dict(self.matmul), kind.partition(" ")[0]
+        for name in (kind, dtype):
+            if name in known:
+                return known[name]
         return known["float32"] * min(1.0, 4 / np.dtype(dtype).itemsize)
+
+
+def product_kind(dtype: str, precision: str = "default") -> str:
+    """The name by which ``Rates`` knows a matrix product: "bfloat16", "float32 highest".
+
+    Args:
+        dtype: Of its operands.
+        precision: One of ``jax.lax.Precision``, in small letters.
+    """
+    return dtype if precision == "default" else f"{dtype} {precision}"
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,10 @@ class Chip:
     description: str = ""
 
 
+_PASSES = {"high": 3, "highest": 6}
+"""Products of bfloat16 that a TPU makes of one of float32, by precision (``jax.lax.Precision``)."""
+
+
 def _tpu(
     kind: str,
     topology: str,
@@ -80,7 +95,11 @@ def _tpu(
     ``ici`` is what all links of a chip carry, both directions together. A mesh axis is taken to lie
     along one dimension of the torus.
     """
-    matmul = {"bfloat16": bfloat16, "float16": bfloat16, "float32": bfloat16, "int8": int8}
+    matmul = {
+        **dict.fromkeys(("bfloat16", "float16", "float32"), bfloat16),
+        **{product_kind("float32", name): bfloat16 / passes for name, passes in _PASSES.items()},
+        "int8": int8,
+    }
     along_one = ici / 2 / (topology.count("x") + 1)
     rates = _rates(matmul, vector, vector / 2, bandwidth, link, along_one)
     return Chip(kind, int(memory * _GIB), rates, topology=topology)
@@ -156,10 +175,11 @@ def _cuda(
     """
     memory, bandwidth = int(facts["memory"]), float(facts["bandwidth"]) / 1e9
     integer = _INTEGER_LANES * float(facts["cores"]) * float(facts["clock"]) / 1e3
+    exact = product_kind("float32", "highest")  # without tensor cores
     return Chip(
         kind,
         memory,
-        _rates(matmul, vector, integer, bandwidth, link, nvlink / 2),
+        _rates({**matmul, exact: vector}, vector, integer, bandwidth, link, nvlink / 2),
         topology="1x1x8",  # slices x hosts x devices: one machine of eight
         description=_CUDA_DESCRIPTION.format(kind=kind, **facts),
     )

@@ -13,7 +13,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdelta._chips import Rates
+from jax.lax import Precision
+
+from jdelta._chips import Rates, product_kind
 from jdelta._collective import collective_seconds, contracted
 from jdelta._fusion import Compiler, storage
 from jdelta._graph import BARRIER, RESHARD, TRANSFER, Graph, Operation, graph_of
@@ -152,8 +154,16 @@ def _arithmetic(graph: Graph, op: Operation, rates: Rates, compiler: Compiler) -
     rule = _RULES.get(op.primitive)
     work = rule(graph, op) if rule else _default_work(graph, op)
     if op.primitive in MATMULS | _ATTENTION:
-        return work / rates.flops(graph.values[op.inputs[0]].dtype)
+        return work / rates.flops(_product_kind(graph, op))
     return work / (rates.integer if op.primitive in RANDOM else rates.vector)
+
+
+def _product_kind(graph: Graph, op: Operation) -> str:
+    """The kind of matrix product that an operation is, by its first operand."""
+    asked = op.params.get("precision")
+    first = asked[0] if isinstance(asked, tuple) else asked  # JAX gives each operand one
+    precision = first.name.lower() if isinstance(first, Precision) else "default"
+    return product_kind(graph.values[op.inputs[0]].dtype, precision)
 
 
 def _kernel(op: Operation, rates: Rates, compiler: Compiler) -> float:
@@ -162,8 +172,8 @@ def _kernel(op: Operation, rates: Rates, compiler: Compiler) -> float:
     said = op.params.get("cost_estimate")
     if said is not None:
         products = (o for o in body.operations if o.primitive in MATMULS)
-        dtypes = [body.values[o.inputs[0]].dtype for o in products]
-        rate = rates.flops(dtypes[0]) if dtypes else rates.vector
+        kinds = [_product_kind(body, o) for o in products]
+        rate = rates.flops(kinds[0]) if kinds else rates.vector
         return max(said.flops / rate, 10.0 * said.transcendentals / rates.vector)
     points = math.prod(n for n in op.params["grid_mapping"].grid if isinstance(n, int))
     return points * _inside(body, rates, compiler)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jdelta._chips import Rates
+from jdelta._chips import Rates, product_kind
 from jdelta._hlo import DEVICE, Array, Computation, Instruction, Module, Shape, leaves
 
 _FREE = frozenset(
@@ -69,7 +69,7 @@ def seconds(
     if is_free(instruction) or instruction.opcode in ("copy-start", "slice-start"):
         return 0.0
     work = products(module, computation, instruction)
-    arithmetic = sum(flops / rates.flops(dtype) for dtype, flops in work)
+    arithmetic = sum(flops / rates.flops(kind) for kind, flops in work)
     arithmetic = max(arithmetic, _integers(module, instruction) / rates.integer)
     read, written = traffic(module, computation, instruction, DEVICE)
     return max(arithmetic, (read + written) / rates.bandwidth)
@@ -81,13 +81,22 @@ def seconds(
 def products(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[str, float]]:
-    """The matrix products and convolutions in an instruction: dtype and FLOPs of each."""
+    """The matrix products and convolutions in an instruction: kind and FLOPs of each."""
     if (inner := module.called(instruction)) and _op(instruction) in ("fusion", "async"):
         for part in inner:
             yield from products(module, inner, part)
     elif rule := _rule(instruction):
         arrays = [operand.array for operand in computation.operands(instruction)]
-        yield arrays[0].numpy_dtype, rule(instruction, arrays)
+        kind = product_kind(arrays[0].numpy_dtype, _precision(instruction))
+        yield kind, rule(instruction, arrays)
+
+
+def _precision(instruction: Instruction) -> str:
+    """The precision that its first operand is taken with, as ``product_kind`` wants it."""
+    cublas = instruction.config.get("gemm_backend_config", {}).get("precision_config", {})
+    of_operands = cublas.get("operand_precision")
+    asked = of_operands[0].lower() if of_operands else instruction.attribute("operand_precision")
+    return asked.partition(",")[0] or "default"
 
 
 def _integers(module: Module, instruction: Instruction) -> int:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.lax import Precision
 from jax.sharding import SingleDeviceSharding
 
 from jdelta import _cache
@@ -21,7 +22,12 @@ from jdelta._versions import version
 Device: TypeAlias = Any
 """A ``jax.Device``, whose type JAX does not declare."""
 
-_DTYPES = ("bfloat16", "float16", "float32")
+_PRODUCTS = {
+    "bfloat16": Precision.DEFAULT,
+    "float16": Precision.DEFAULT,
+    "float32": Precision.DEFAULT,
+    "float32 highest": Precision.HIGHEST,
+}
 _OTHERS = ("vector", "integer", "bandwidth", "device_to_host", "host_to_device")
 _REPEATS, _LEAST_SECONDS = 5, 0.1
 """How often, and how long at least, a program is timed."""
@@ -33,17 +39,21 @@ class _Sizes:
 
     Attributes:
         matrix: Rows and columns of the matrix products.
-        chain: Products or vector operations in one program.
+        chain: Products in one program.
         array: Bytes of the array that is read, written and moved.
+        registers: Bytes of the array whose elements are worked on in registers.
+        each: Operations on each of them.
     """
 
     matrix: int
     chain: int
     array: int
+    registers: int
+    each: int
 
 
-_CPU = _Sizes(matrix=512, chain=2, array=2**25)
-_ACCELERATOR = _Sizes(matrix=4096, chain=16, array=2**28)
+_CPU = _Sizes(matrix=512, chain=2, array=2**25, registers=2**21, each=128)
+_ACCELERATOR = _Sizes(matrix=4096, chain=16, array=2**28, registers=2**27, each=512)
 
 
 def measured_rates(device: Device, published: Rates | None) -> Rates:
@@ -57,7 +67,7 @@ def measured_rates(device: Device, published: Rates | None) -> Rates:
     """
     local = jax.local_devices(backend=device.client.platform)[0]
     name = _cache.key(
-        "quickest",  # how they are timed: others would not compare
+        "quickest, at the precision named",  # how they are timed: others would not compare
         device.device_kind,
         version("jaxlib"),
         platform.machine(),
@@ -79,7 +89,7 @@ def measured_rates(device: Device, published: Rates | None) -> Rates:
 
 
 def _fields() -> list[str]:
-    return [*_DTYPES, *_OTHERS]
+    return [*_PRODUCTS, *_OTHERS]
 
 
 def _flat(rates: Rates) -> list[float]:
@@ -88,8 +98,8 @@ def _flat(rates: Rates) -> list[float]:
 
 
 def _unflat(values: Sequence[float]) -> Rates:
-    matmul = tuple(zip(_DTYPES, values[: len(_DTYPES)], strict=True))
-    return Rates(matmul, *values[len(_DTYPES) :])
+    matmul = tuple(zip(_PRODUCTS, values[: len(_PRODUCTS)], strict=True))
+    return Rates(matmul, *values[len(_PRODUCTS) :])
 
 
 def _known(name: str) -> Rates | None:
@@ -104,7 +114,7 @@ def _timed(device: Device) -> Rates:
     bandwidth = _bandwidth(device, sizes)
     to_host, to_device = _link(device, sizes) or (bandwidth / 2, bandwidth / 2)
     return Rates(
-        matmul=tuple((dtype, _matmul(device, sizes, dtype)) for dtype in _DTYPES),
+        matmul=tuple((kind, _matmul(device, sizes, kind)) for kind in _PRODUCTS),
         vector=_vector(device, sizes),
         integer=_integer(device, sizes),
         bandwidth=bandwidth,
@@ -127,17 +137,17 @@ def _seconds(call: Callable[[], object]) -> float:
     return min(times)
 
 
-def _matmul(device: Device, sizes: _Sizes, dtype: str) -> float:
+def _matmul(device: Device, sizes: _Sizes, kind: str) -> float:
     """FLOP/s of a chain of square products, the weights scaled so that nothing overflows."""
-    n = sizes.matrix
+    n, precision = sizes.matrix, _PRODUCTS[kind]
     weights = np.random.default_rng(0).standard_normal((n, n), np.float32) / n**0.5
-    x = jax.device_put(jnp.asarray(weights, dtype), device)
+    x = jax.device_put(jnp.asarray(weights, kind.partition(" ")[0]), device)
 
     @jax.jit
     def chain(x: jax.Array) -> jax.Array:
         y = x
         for _ in range(sizes.chain):
-            y = y @ x
+            y = jnp.matmul(y, x, precision=precision)
         return y
 
     return 2 * n**3 * sizes.chain / _seconds(partial(chain, x))
@@ -145,8 +155,8 @@ def _matmul(device: Device, sizes: _Sizes, dtype: str) -> float:
 
 def _vector(device: Device, sizes: _Sizes) -> float:
     """FLOP/s of multiply-adds on values that stay in registers."""
-    steps = 128
-    x = _array(device, sizes.array // 16)
+    steps = sizes.each
+    x = _array(device, sizes.registers)
 
     @jax.jit
     def chain(x: jax.Array) -> jax.Array:
@@ -159,8 +169,8 @@ def _vector(device: Device, sizes: _Sizes) -> float:
 
 def _integer(device: Device, sizes: _Sizes) -> float:
     """Operations/s on integers that stay in registers, as random bits are made of."""
-    steps = 64
-    x = _array(device, sizes.array // 16).view(jnp.uint32)
+    steps = sizes.each // 2
+    x = _array(device, sizes.registers).view(jnp.uint32)
 
     @jax.jit
     def chain(x: jax.Array) -> jax.Array:

@@ -328,6 +328,9 @@ def test_cost_of_products_convolutions_and_the_rest():
     a, b = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 4096), (4096, 512)))
     arithmetic, traffic = 2 * 512 * 512 * 4096 / 1e12, (2 * 512 * 4096 + 512**2) * 4 / 1e9
     assert seconds(jnp.matmul, a, b) == [max(arithmetic, traffic)]
+    slow = Rates(**{**vars(RATES), "matmul": (("float32", 1e12), ("float32 highest", 1e10))})
+    exact = graph(lambda a, b: jnp.matmul(a, b, precision="highest"), a, b)
+    assert program_seconds(exact, slow, "") == pytest.approx(100 * arithmetic)
     image = jax.ShapeDtypeStruct((1, 8, 32, 32), jnp.float32)
     kernel = jax.ShapeDtypeStruct((64, 8, 3, 3), jnp.float32)
     fast_memory = Rates(**{**vars(RATES), "bandwidth": 1e15})

@@ -369,13 +369,15 @@ def test_device_runs_steps():
     job = {"what": "step", "step": "tiny"}
     rows = [
         {**job, "variant": variant, **device.row("cpu", **job, variant=variant, repeats=2)}
-        for variant in ("plain", "nothing_saveable", "plan 80%")
+        for variant in ("plain", "nothing_saveable", "plan 80%", "plan as nothing_saveable")
     ]
     assert all(len(r["seconds"]) == 2 and len(r["warmup_seconds"]) == 3 for r in rows)
-    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"]) == pytest.approx(rows[2]["loss"])
+    assert all(r["loss"] == pytest.approx(rows[0]["loss"]) for r in rows)
+    assert rows[3]["compiled_peak"] <= rows[1]["compiled_peak"]
     assert -1 <= device.agreement(rows) <= 1
-    assert all(len(device.cells(r)) == len(device.HEADS) for r in rows)
-    assert "skipped" in device.row("cpu", **job, variant="maxtext:minimal_offloaded")
+    assert [len(device.cells(r, rows)) - len(device.HEADS) for r in rows] == [-1, -1, -1, 0]
+    for variant in ("maxtext:minimal_offloaded", "plan as maxtext:minimal_offloaded"):
+        assert "skipped" in device.row("cpu", **job, variant=variant)
 
 
 def test_device_refuses_where_there_is_none(monkeypatch, capsys):

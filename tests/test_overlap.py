@@ -431,9 +431,27 @@ GEMM = (
 def test_flops(shapes, result, line, flops):
     a, b = (f"%{n} = {s} parameter({i})" for i, (n, s) in enumerate(zip("ab", shapes, strict=True)))
     program = parse(module(a, b, f"ROOT %c = {result} {line}", before=FUSED_DOT))
-    ((dtype, found),) = products(program, program.entry, program.entry.root)
+    ((kind, found),) = products(program, program.entry, program.entry.root)
     assert found == flops
-    assert dtype == program.entry["a"].array.numpy_dtype
+    assert kind == program.entry["a"].array.numpy_dtype
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        "dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
+        "operand_precision={highest,highest}",
+        'custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config='
+        '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]},'
+        '"precision_config":{"operand_precision":["HIGHEST","HIGHEST"]}}}',
+    ],
+)
+def test_a_product_of_higher_precision_is_another_kind(product):
+    square = "f32[8,8]{1,0}"
+    a, b = (f"%{name} = {square} parameter({i})" for i, name in enumerate("ab"))
+    program = parse(module(a, b, f"ROOT %c = {square} {product}"))
+    found = products(program, program.entry, program.entry.root)
+    assert list(found) == [("float32 highest", 2 * 8**3)]
 
 
 def test_random_bits_take_the_longer_of_their_operations_and_traffic():

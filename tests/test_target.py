@@ -20,7 +20,7 @@ from jdelta._errors import TargetError
 from jdelta._target import resolve
 
 RATES = Rates(
-    matmul=(("bfloat16", 4.0), ("float16", 3.0), ("float32", 2.0)),
+    matmul=(("bfloat16", 4.0), ("float16", 3.0), ("float32", 2.0), ("float32 highest", 1.0)),
     vector=1.0,
     integer=0.5,
     bandwidth=8.0,
@@ -137,9 +137,31 @@ def test_published_rates_fill_what_was_not_measured():
     assert (known["float32"], known["int8"]) == (2.0, 9.0)
 
 
+def test_products_of_higher_precision_have_rates_of_their_own():
+    tpu, gpu = (_target.published(name).rates for name in ("tpu:v5e", "cuda:h100"))
+    assert tpu.flops("float32 highest") == pytest.approx(197e12 / 6)
+    assert tpu.flops("float32 high") == pytest.approx(197e12 / 3)
+    assert gpu.flops("float32 highest") == gpu.vector < gpu.flops("float32")
+    assert gpu.flops("float32 high") == gpu.flops("float32")
+    assert tpu.flops("bfloat16 highest") == tpu.flops("bfloat16")
+
+
+@pytest.mark.parametrize("asked", ["default", "highest"])
+def test_rates_do_not_depend_on_the_precision_that_is_set(asked, monkeypatch):
+    seen = []
+    monkeypatch.setattr(_rates, "_seconds", lambda call: seen.append(jax.make_jaxpr(call)()) or 1.0)
+    with jax.default_matmul_precision(asked):
+        for kind in ("float32", "float32 highest"):
+            _rates._matmul(jax.devices("cpu")[0], _rates._CPU, kind)
+    by_default, highest = map(str, seen)
+    assert "HIGHEST" not in by_default
+    assert "HIGHEST" in highest
+
+
 def test_measuring_covers_every_rate(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(_rates, "_CPU", _rates._Sizes(matrix=32, chain=1, array=2**14))
+    sizes = _rates._Sizes(matrix=32, chain=1, array=2**14, registers=2**12, each=8)
+    monkeypatch.setattr(_rates, "_CPU", sizes)
     rates = _rates._timed(jax.devices("cpu")[0])
     assert all(rate > 0 for _, rate in rates.matmul)
     assert min(dataclasses.astuple(rates)[1:]) > 0
