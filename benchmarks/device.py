@@ -12,6 +12,8 @@ its median seconds over that policy's.
 
 Rows go to benchmarks/results/device-KIND.json unless `--json` names another file. Without a GPU it
 stops: `--platform cpu` is for trying the script out, and keeps rows only where `--json` says.
+`--ahead TARGET` needs no GPU: it adds to a file what the plain step and the hand policies in it
+compile to ahead of time, which the table shows as *ahead*.
 """
 
 import argparse
@@ -44,8 +46,9 @@ DTYPES = ("bfloat16", "float32")
 SHARES = {f"plan {share:.0%}": share for share in (0.8, 0.6, 0.5, 0.4)}
 AS_BY_HAND = {f"plan as {policy}": policy for policy in policies.POLICIES}
 VARIANTS = ("plain", *policies.POLICIES, *SHARES, *AS_BY_HAND)
+SIZES = ("compiled_peak", "allocator_peak", "allocator_peak_before", "host_bytes")
 HEADS = (
-    *"step variant peak host allocator before median traced compiled ratio".split(),
+    *"step variant ahead peak allocator before host median traced compiled ratio".split(),
     "to hand",
 )
 
@@ -231,19 +234,31 @@ def cells(r: Row, rows: list[Row]) -> list[str]:
     if "seconds" not in r:
         return [r["step"], r["variant"], r.get("skipped") or "did not fit"]
     median, predicted = statistics.median(r["seconds"]), expected(r)
-    sizes = ["compiled_peak", "host_bytes", "allocator_peak", "allocator_peak_before"]
+    ahead = [h["compiled_peak"] for h in same(r, rows, r["variant"]) if h["what"] == "ahead"]
+    sizes = [next(iter(ahead), None), *(r[size] for size in SIZES)]
     times = [f"{1e3 * t:.2f}" for t in (median, r["price"]["seconds"], r["scheduled"])]
     times.append(f"{median / predicted:.2f}")
-    by_hand = AS_BY_HAND.get(r["variant"])
-    hand = [h for h in rows if (h.get("step"), h.get("variant")) == (r["step"], by_hand)]
-    beside = [f"{median / statistics.median(h['seconds']):.3f}" for h in hand if "seconds" in h]
-    return [r["step"], r["variant"], *(mib(r[size]) for size in sizes), *times, *beside]
+    hand = [h for h in same(r, rows, AS_BY_HAND.get(r["variant"])) if "seconds" in h]
+    beside = [f"{median / statistics.median(h['seconds']):.3f}" for h in hand]
+    return [r["step"], r["variant"], *map(mib, sizes), *times, *beside]
+
+
+def same(r: Row, rows: list[Row], variant: str | None) -> list[Row]:
+    """The rows of a variant of the row's step."""
+    return [h for h in rows if (h.get("step"), h.get("variant")) == (r["step"], variant)]
 
 
 def markdown(rows: list[Row]) -> str:
     """The rows of steps as the docs show them, those that ran."""
     ran = [r for r in rows if "seconds" in r]
     return record.table(HEADS, ([*cells(r, rows), ""][: len(HEADS)] for r in ran))
+
+
+def ahead(what: str, step: str, variant: str, target: str) -> Row:
+    """What the plain step or a hand policy compiles to without the device."""
+    del what
+    program, _ = traced(step, variant, target)
+    return {"compiled_peak": program.measured.peak, "scheduled": program.measured.overlap.seconds}
 
 
 def agreement(rows: list[Row]) -> float | None:
@@ -290,8 +305,18 @@ def main() -> None:
     parser = record.parser(__doc__, steps.STEPS)
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu", help="default: gpu")
     parser.add_argument("--variant", action="append", choices=VARIANTS, metavar="NAME")
+    parser.add_argument("--ahead", metavar="TARGET", help="compile what --json has ahead of time")
     parser.add_argument("--no-rates", action="store_true", help="measure steps only")
     options = record.options(parser, markdown)
+    if options.ahead:
+        ran = [r for r in record.load(options.json) if "seconds" in r]
+        todo = [
+            {"what": "ahead", "step": r["step"], "variant": r["variant"], "target": options.ahead}
+            for r in ran
+            if r["variant"] in ("plain", *policies.POLICIES)
+        ]
+        report(record.run(todo, ahead, options.json))
+        return
     alone = {"max_workers": 1, "max_tasks_per_child": 1}
     with ProcessPoolExecutor(**alone, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:

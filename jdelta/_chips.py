@@ -198,8 +198,9 @@ _TPUS = {
 }
 
 # GPU matmul (dense, without sparsity), vector, bandwidth and NVLink: NVIDIA's data sheets for A100
-# 80GB SXM, H100 SXM and HGX B200 (1000 W). The host link is an estimate: 85 % of PCIe 4.0 x16
-# (32 GB/s) or PCIe 5.0 x16 (64 GB/s) in one direction. The other facts are what the driver reports.
+# 80GB SXM, H100 SXM, H200 SXM and HGX B200 (1000 W); an H200 that was measured did three quarters
+# of them. The host link is an estimate: 85 % of PCIe 4.0 x16 (32 GB/s) or PCIe 5.0 x16 (64 GB/s) in
+# one direction (that H200: 78 %). The other facts are what the driver reports.
 _GPUS = {
     "a100": _cuda(
         "NVIDIA A100-SXM4-80GB",
@@ -230,6 +231,23 @@ _GPUS = {
         fpus=128,
         clock=1.98,
         l2=52428800,
+        shared_per_core=233472,
+        shared_optin=232448,
+        capability=9,
+        features="ACCELERATED_FEATURES",
+    ),
+    "h200": _cuda(
+        "NVIDIA H200",
+        {"bfloat16": 989, "float16": 989, "float32": 494, "float64": 67, "int8": 1979},
+        vector=67,
+        link=54,
+        nvlink=900,
+        memory=150108897280,
+        bandwidth=4916736000000,
+        cores=132,
+        fpus=128,
+        clock=1.98,
+        l2=62914560,
         shared_per_core=233472,
         shared_optin=232448,
         capability=9,

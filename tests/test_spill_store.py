@@ -61,8 +61,9 @@ def test_threads_that_move_blocks_give_way_to_those_that_compute(tmp_path):
     counters = flow(store)
     assert counters.waits + counters.late
     added = [nice for task, nice in niceness().items() if task not in before]
-    assert added.count(os.nice(0) + 10) == 5  # the store's own
-    assert set(added) <= {os.nice(0), os.nice(0) + 10}
+    behind = min(os.nice(0) + 10, 19)  # where Linux ends
+    assert added.count(behind) == 5 or os.nice(0) == 19  # the store's own
+    assert set(added) <= {os.nice(0), behind}
 
 
 def niceness():
