@@ -200,7 +200,7 @@ def planned(
         program, why = traced(step, AS_BY_HAND[variant], target, **options)
         if why:
             return {"skipped": why}, None
-        budget = min(program.measured.peak, program.target.memory)
+        budget = min(policies.same_peak(program.measured.peak), program.target.memory)
     figures, made = programs.plan(steps.build(step, remat=jdelta.remat, **options), budget, target)
     if made is None:
         return figures, None
@@ -276,13 +276,32 @@ def expected(r: Row) -> float:
 
 
 def report(rows: list[Row]) -> None:
-    """Prints all rows of steps, and how well the order of each step's variants was predicted."""
+    """Prints rates, rows of steps, and how well the order of each step's variants was predicted."""
+    for r in rows:
+        if r["what"] == "rates":
+            print("\n".join(rates(r)))
     of_steps = [r for r in rows if r["what"] == "step"]
     record.show("on the device (MiB, ms)", HEADS, (cells(r, rows) for r in of_steps))
     for step in dict.fromkeys(r["step"] for r in of_steps):
         tau = agreement([r for r in of_steps if r["step"] == step])
         if tau is not None:
             print(f"{step}: order of the variants predicted with Kendall's tau {tau:.2f}")
+
+
+def rates(r: Row) -> list[str]:
+    """What the median of copies and products makes of their raw times."""
+    both = ("to_host_seconds", "to_device_seconds")
+    copies = [
+        "{} MiB: {:.1f} GB/s to the host, {:.1f} back".format(
+            mib(c["bytes"]), *(c["bytes"] / statistics.median(c[way]) / 1e9 for way in both)
+        )
+        for c in r["copies"]
+    ]
+    products = [
+        f"{p['dtype']}: {p['flops'] / statistics.median(p['seconds']) / 1e12:.0f} TFLOP/s"
+        for p in r["products"]
+    ]
+    return copies + products
 
 
 def kind(platform: str) -> str:

@@ -198,9 +198,9 @@ _TPUS = {
 }
 
 # GPU matmul (dense, without sparsity), vector, bandwidth and NVLink: NVIDIA's data sheets for A100
-# 80GB SXM, H100 SXM, H200 SXM and HGX B200 (1000 W); an H200 that was measured did three quarters
-# of them. The host link is an estimate: 85 % of PCIe 4.0 x16 (32 GB/s) or PCIe 5.0 x16 (64 GB/s) in
-# one direction (that H200: 78 %). The other facts are what the driver reports.
+# 80GB SXM, H100 SXM, H200 SXM and HGX B200 (1000 W). The host link is an estimate: 85 % of PCIe 4.0
+# x16 (32 GB/s) or PCIe 5.0 x16 (64 GB/s) in one direction. The other facts are what the driver
+# reports.
 _GPUS = {
     "a100": _cuda(
         "NVIDIA A100-SXM4-80GB",

@@ -101,6 +101,8 @@ SAME_NAME = (
 TABLES = {
     "budgets-cuda-h100": "budgets",
     "budgets-tpu-v5e": "budgets",
+    "device-nvidia-h200": "device",
+    "rok-nvidia-h200": "rok",
     "sweep": "budgets",
     "gradients": "xla.gradients",
     "random_bits": "xla.random_bits",
