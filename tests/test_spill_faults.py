@@ -495,6 +495,34 @@ def test_a_file_system_that_is_full_is_said(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
+def test_a_system_without_memory_is_said_and_left_behind(tmp_path):
+    """Not one block can be had; once there is memory again, steps are right."""
+    body = """
+    import resource
+    from jdelta import SpillError
+    from jdelta._spill.library import Key
+    store = open_store(path)
+    tensor, back = (np.full(3 * MIB, value, np.uint8) for value in (7, 0))
+    store.put(Key(0, 0, 0, 0), np.zeros(0, np.uint8))  # starts the threads
+    pages = int(open("/proc/self/statm").read().split()[0])
+    none, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MIB // 2, hard))
+    for run in (1, 2):
+        try:
+            store.put(Key(run, 0, 0, 0), tensor)
+        except SpillError as error:
+            print(error)
+    resource.setrlimit(resource.RLIMIT_AS, (none, hard))
+    store.put(Key(3, 0, 0, 0), tensor)
+    store.get(Key(3, 0, 0, 0), back)
+    print(np.array_equal(tensor, back), store.counters().failures)
+    """
+    output = finish(start(body, tmp_path))
+    assert output.count("the system has no memory for the pool of spilled values") == 2
+    assert output.endswith("True 2\n")
+
+
 def test_without_a_compiler_only_spilling_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("JDELTA_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")

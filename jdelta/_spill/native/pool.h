@@ -5,6 +5,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -35,8 +36,8 @@ inline Block NewBlock() {
   return Block(static_cast<char*>(data), [](char* block) { munmap(block, kBlockBytes); });
 }
 
-// Never more than `most` blocks at once, nor more than `make` has memory for; they are made when
-// needed. Not for several threads.
+// Never more than `most` blocks at once, nor more than `make` had memory for; they are made when
+// needed. While there are none, the next one is tried for each time. Not for several threads.
 class Pool {
  public:
   Pool(size_t most, std::function<Block()> make) : most_(most), make_(std::move(make)) {}
@@ -48,9 +49,10 @@ class Pool {
       free_.pop_back();
       return block;
     }
-    if (made_ == most_) return nullptr;
+    if (made_ > 0 && made_ == most_) return nullptr;
     Block block = make_();
-    block == nullptr ? most_ = made_ : ++made_;
+    if (block != nullptr) ++made_;
+    most_ = block == nullptr ? made_ : std::max(most_, made_);
     return block;
   }
 
