@@ -254,9 +254,8 @@ def markdown(rows: list[Row]) -> str:
     return record.table(HEADS, ([*cells(r, rows), ""][: len(HEADS)] for r in ran))
 
 
-def ahead(what: str, step: str, variant: str, target: str) -> Row:
+def ahead(step: str, variant: str, target: str) -> Row:
     """What the plain step or a hand policy compiles to without the device."""
-    del what
     program, _ = traced(step, variant, target)
     return {"compiled_peak": program.measured.peak, "scheduled": program.measured.overlap.seconds}
 
@@ -334,7 +333,7 @@ def main() -> None:
             for r in ran
             if r["variant"] in ("plain", *policies.POLICIES)
         ]
-        report(record.run(todo, ahead, options.json))
+        report(record.run(todo, lambda what, **job: ahead(**job), options.json))
         return
     alone = {"max_workers": 1, "max_tasks_per_child": 1}
     with ProcessPoolExecutor(**alone, mp_context=multiprocessing.get_context("spawn")) as pool:

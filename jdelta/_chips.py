@@ -197,6 +197,17 @@ _TPUS = {
     "v6e": _tpu("TPU v6 lite", "2x2", 31.24, 918, 1836, 14, 1640, 30, 800),
 }
 
+# What the driver reports of every GPU of that architecture on an SXM board.
+_HOPPER: dict[str, int | float | str] = {
+    "cores": 132,
+    "fpus": 128,
+    "clock": 1.98,
+    "shared_per_core": 233472,
+    "shared_optin": 232448,
+    "capability": 9,
+    "features": "ACCELERATED_FEATURES",
+}
+
 # GPU matmul (dense, without sparsity), vector, bandwidth and NVLink: NVIDIA's data sheets for A100
 # 80GB SXM, H100 SXM, H200 SXM and HGX B200 (1000 W). The host link is an estimate: 85 % of PCIe 4.0
 # x16 (32 GB/s) or PCIe 5.0 x16 (64 GB/s) in one direction. The other facts are what the driver
@@ -227,14 +238,8 @@ _GPUS = {
         nvlink=900,
         memory=84942979072,
         bandwidth=3352320000000,
-        cores=132,
-        fpus=128,
-        clock=1.98,
         l2=52428800,
-        shared_per_core=233472,
-        shared_optin=232448,
-        capability=9,
-        features="ACCELERATED_FEATURES",
+        **_HOPPER,
     ),
     "h200": _cuda(
         "NVIDIA H200",
@@ -244,14 +249,8 @@ _GPUS = {
         nvlink=900,
         memory=150108897280,
         bandwidth=4916736000000,
-        cores=132,
-        fpus=128,
-        clock=1.98,
         l2=62914560,
-        shared_per_core=233472,
-        shared_optin=232448,
-        capability=9,
-        features="ACCELERATED_FEATURES",
+        **_HOPPER,
     ),
     "b200": _cuda(
         "NVIDIA B200",

@@ -35,11 +35,11 @@ def trained(step, args):
     return state, losses
 
 
-def planned(scan, **options):
+def planned(scan, budget=None, **options):
     """A plan for the residual network, what it trains to and what the plain step does."""
     step, args = network(**SHAPE, scan=scan)
     plain, _ = network(**SHAPE, scan=scan, remat=identity)
-    plan = jdelta.plan(step, options.pop("budget", None), *args, **options)
+    plan = jdelta.plan(step, budget, *args, **options)
     check(trained(plan.jit(), args), trained(jax.jit(plain), args))
     return plan
 

@@ -377,10 +377,10 @@ def test_device_runs_steps():
     assert rows[3]["compiled_peak"] <= policies.same_peak(rows[1]["compiled_peak"])
     assert -1 <= device.agreement(rows) <= 1
     assert [len(device.cells(r, rows)) - len(device.HEADS) for r in rows] == [-1, -1, -1, 0]
-    early = {"what": "ahead", "step": "tiny", "variant": "plain", "target": "cpu"}
+    early = {"step": "tiny", "variant": "plain", "target": "cpu"}
     assert device.ahead(**early)["compiled_peak"] == rows[0]["compiled_peak"]
     peak = record.mib(rows[0]["compiled_peak"])
-    rows.append({**early, **device.ahead(**early)})
+    rows.append({"what": "ahead", **early, **device.ahead(**early)})
     assert device.cells(rows[0], rows)[2:4] == [peak, peak]
     assert device.markdown(rows).count("\n") == 5
     for variant in ("maxtext:minimal_offloaded", "plan as maxtext:minimal_offloaded"):
