@@ -4,6 +4,7 @@ import stat
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -223,6 +224,26 @@ def test_the_memory_adapter_keeps_the_blocks_themselves():
         resident.append(usage()[2])
     assert resident[-1] < resident[1] + 4 * MIB  # blocks are used again
     assert flow(store).written == 6 * 32 * MIB
+
+
+def test_a_pool_whose_blocks_the_device_took_is_not_out_of_memory():
+    """Between two blocks it has none, while others wait for one."""
+    store = open_store(adapter="memory", pool="1MiB")
+
+    def use(device):
+        tensor = np.full(2 * MIB + 5, device, np.uint8)
+        for run in range(20):
+            for row in range(3):
+                store.put(Key(run, device, 0, row), tensor)
+            for row in reversed(range(3)):
+                back = np.empty_like(tensor)
+                store.get(Key(run, device, 0, row), back)
+                np.testing.assert_array_equal(back, tensor)
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(use, range(6)))
+    assert store.counters().failures == 0
+    assert store.counters().waits > 0
 
 
 def test_reads_come_ahead_in_reverse_order_of_writes():

@@ -106,11 +106,21 @@ Store::Run& Store::Begin(int64_t id) {
 // A block, if need be one of what the device has too and what was written before `before`.
 Block Store::TakeBlock(uint64_t before) {
   Block block = pool_.Take();
-  if (block == nullptr && AnyBlock(before)) {
+  if (block == nullptr && AnyHeld(before)) {
     pool_.Put(TakeHeld());
     block = pool_.Take();
   }
   return block;
+}
+
+// As `TakeBlock`, for an execution that needs one. It fails, and this answers false, where the system
+// has no memory for any: nothing is there that could become free.
+bool Store::TakeFor(int64_t run, Block* block) {
+  *block = TakeBlock();
+  if (*block != nullptr || pool_.made() > 0) return true;
+  Fail(run, "the system has no memory for the pool of spilled values; make the batch or the plan's "
+            "budget smaller");
+  return false;
 }
 
 Block Store::TakeHeld() {
@@ -123,8 +133,10 @@ Block Store::TakeHeld() {
   return block;
 }
 
-bool Store::AnyBlock(uint64_t before) const {
-  return pool_.any() || (!held_.empty() && held_.begin()->first < before);
+bool Store::AnyBlock(uint64_t before) const { return pool_.any() || AnyHeld(before); }
+
+bool Store::AnyHeld(uint64_t before) const {
+  return !held_.empty() && held_.begin()->first < before;
 }
 
 void Store::Release(Chunk& chunk) {

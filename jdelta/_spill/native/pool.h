@@ -56,7 +56,8 @@ class Pool {
     return block;
   }
 
-  bool any() const { return !free_.empty() || made_ < most_; }
+  // Whether it is worth a try.
+  bool any() const { return !free_.empty() || made_ < most_ || made_ == 0; }
 
   void Put(Block block) {
     if (block.use_count() > 1) {  // the device's from now on

@@ -102,10 +102,9 @@ void Store::Leave(const Entry& entry) {
 
 std::optional<Status> Store::CopyIn(Lock& lock, const std::shared_ptr<Entry>& entry, Done done) {
   for (size_t i = 0; i < entry->chunks.size(); ++i) {
-    Block block = fills_.empty() ? TakeBlock() : nullptr;
-    if (block == nullptr && pool_.made() == 0) {  // nothing is there that could become free
-      return Fail(entry->key.run, "the system has no memory for the pool of spilled values; make "
-                                  "the batch or the plan's budget smaller");
+    Block block = nullptr;
+    if (fills_.empty() && !TakeFor(entry->key.run, &block)) {
+      return runs_[entry->key.run].error;
     }
     if (block == nullptr) {  // the store's threads do the rest as memory becomes free
       for (; i < entry->chunks.size(); ++i) fills_.push_back({entry, i});

@@ -120,8 +120,10 @@ class Store : public std::enable_shared_from_this<Store> {
   void AnswerDropped(Entry& entry);
   Run& Begin(int64_t run);
   Block TakeBlock(uint64_t before = UINT64_MAX);
+  bool TakeFor(int64_t run, Block* block);
   Block TakeHeld();
   bool AnyBlock(uint64_t before = UINT64_MAX) const;
+  bool AnyHeld(uint64_t before) const;
   void Release(Chunk& chunk);
 
   // threads.cc

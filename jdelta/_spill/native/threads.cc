@@ -59,8 +59,10 @@ void Store::WriteLoop(Lock& lock) {
     auto fillable = [this] { return !fills_.empty() && wanting_ == 0 && AnyBlock(); };
     to_write_.wait(lock, [&] { return closed_ || !writes_.empty() || fillable(); });
     if (closed_) return;
-    Block block = fillable() ? TakeBlock() : nullptr;
-    if (block != nullptr) {
+    Block block = nullptr;
+    if (fillable() && !TakeFor(fills_.front().entry->key.run, &block)) {
+      fills_.pop_front();
+    } else if (block != nullptr) {
       Fill(lock, std::move(block));
     } else if (!writes_.empty()) {
       Send(lock);
@@ -140,7 +142,7 @@ void Store::FetchAsked(Lock& lock) {
   Block block;
   ++wanting_;
   while (job.chunk().state == Chunk::State::kStored && !closed_ && block == nullptr) {
-    block = TakeBlock();
+    if (!TakeFor(job.entry->key.run, &block)) break;
     if (block == nullptr) to_read_.wait(lock);
   }
   --wanting_;
