@@ -36,11 +36,15 @@ class Gpu:
         number = ctypes.c_int64(seed), ctypes.byref(self.wrong)
         self.driver.gpu_compare(self.stream, data, ctypes.c_int64(size), *number)
 
-    def write(self, store, run, slot, data, size):
-        self._move(library().jdelta_spill_send, store, run, slot, data, size)
+    def count(self, data, size, byte):
+        number = ctypes.c_int64(byte), ctypes.byref(self.wrong)
+        self.driver.gpu_count(self.stream, data, ctypes.c_int64(size), *number)
 
-    def read(self, store, run, slot, data, size):
-        self._move(library().jdelta_spill_fetch, store, run, slot, data, size)
+    def write(self, store, run, slot, data, size, others=False):
+        self._move(library().jdelta_spill_send, store, run, slot, data, size, others)
+
+    def read(self, store, run, slot, data, size, others=False):
+        self._move(library().jdelta_spill_fetch, store, run, slot, data, size, others)
 
     def wait(self):
         self.driver.gpu_wait(self.stream)
@@ -48,13 +52,11 @@ class Gpu:
     def end(self):
         self.driver.gpu_end(self.stream)
 
-    def _move(self, call, store, run, slot, data, size):
+    def _move(self, call, store, run, slot, data, size, others):
         message = ctypes.create_string_buffer(_MESSAGE)
         place, count = Key(run, self.number, slot, 0), ctypes.c_int64(size)
-        length = ctypes.c_int64(_MESSAGE)
-        if call(
-            ctypes.c_int64(store.id), ctypes.byref(place), data, count, self.stream, message, length
-        ):
+        where = ctypes.c_int64(store.id), ctypes.byref(place), data, count, self.stream
+        if call(*where, ctypes.c_bool(others), message, ctypes.c_int64(_MESSAGE)):
             raise SpillError(message.value.decode())
 
 

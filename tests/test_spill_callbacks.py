@@ -1,6 +1,7 @@
 """Spilling by callbacks: as TPUs do it, run on the CPU, and compiled for a TPU."""
 
 import concurrent.futures
+import errno
 import os
 
 import jax
@@ -56,7 +57,7 @@ def test_results_are_the_plain_steps(scan, spill, device):
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["sharded", "shard_map"])
-def test_every_device_gets_back_its_own(mapped, spill):
+def test_every_device_gets_back_its_own(mapped, spill, device):
     """Without collectives: callbacks of virtual devices have too few threads to wait in them."""
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, P("data"))
@@ -71,9 +72,20 @@ def test_every_device_gets_back_its_own(mapped, spill):
 
     x = jax.device_put(jax.random.normal(jax.random.key(0), (512, 64)), rows)
     plan = jdelta.plan(stack(jdelta.remat(curve)), None, x, spill=spill, pin={"*/sin": "spill"})
+    planned = plan.jit()
     for _ in range(3):
-        check(plan.jit()(x), jax.jit(stack(curve))(x))
+        check(planned(x), jax.jit(stack(curve))(x))
     assert flow(plan.store).planned == 3 * DEVICES * plan.spill_bytes > 0
+
+    def fail(kind, *_):
+        device.fault = None
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    device.fault = fail
+    with pytest.raises(SpillError, match="output error"):
+        planned(x)
+    check(planned(x), jax.jit(stack(curve))(x))
+    assert plan.store.counters().failures == 1
 
 
 def test_steps_at_once_take_turns(spill):

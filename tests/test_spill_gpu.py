@@ -16,6 +16,7 @@ import pytest
 import jdelta
 from jdelta import SpillError
 from jdelta._spill import Spill, SpillRates, _build, trial
+from jdelta._spill.callbacks import SPOILED
 from jdelta._spilled import check_handlers
 from jdelta._target import resolve
 from tests.compilers import needs_cuda
@@ -104,12 +105,36 @@ def what_is_not_there_is_an_error(driver):
         gpu.write(store, 3, 3, data, MIB)
 
 
+def an_error_waits_until_other_gpus_are_done(driver):
+    """They may wait for this one, so its program goes on, with what nobody takes for a value."""
+    store, gpu = open_store(adapter="memory"), Gpu(driver)
+    data = gpu.memory(MIB)
+
+    def use(run, close):
+        with store.execution():
+            if close:
+                store.close()
+            gpu.read(store, run, 3, data, MIB, others=True)
+            gpu.count(data, MIB, SPOILED)
+            gpu.write(store, run, 3, data, MIB, others=True)
+            gpu.wait()
+
+    with pytest.raises(SpillError, match="slot 3 is read but not there"):
+        use(1, close=False)
+    with store.execution():
+        assert step(gpu, store, 2, rows=2, sizes=[MIB]) == 0
+    with pytest.raises(SpillError, match="is closed"):
+        use(3, close=True)
+    assert gpu.wrong.value == 0
+
+
 SCENARIOS = [
     every_value_comes_back,
     gpus_at_once_do_not_meet,
     a_slow_directory_slows_the_step_and_no_more,
     a_step_after_one_that_failed_is_right,
     what_is_not_there_is_an_error,
+    an_error_waits_until_other_gpus_are_done,
 ]
 
 

@@ -1,8 +1,10 @@
 """Plans that spill: what is spilled and what it is worth, equal steps, exact bytes."""
 
 import dataclasses
+import errno
 import functools
 import math
+import os
 import warnings
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from spilling import MIB, check, flow, network, open_store, usage
+from spilling import MIB, Device, check, flow, network, open_store, usage
 
 import jdelta
 from benchmarks import rok
@@ -300,6 +302,34 @@ def test_devices(kind, scan, spill):
     devices = math.prod(parallel.axes.values())
     assert flow(plan.store).planned == devices * plan.spill_bytes
     assert plan.spill_bytes <= sum(parts.values())
+
+
+@pytest.mark.parametrize("fault", ["write", "read", "closed"])
+@pytest.mark.parametrize("kind", ["shard_map", "shard_map step"])
+def test_an_error_on_one_of_several_devices(kind, fault, spill):
+    """The others wait for it in sums, where XLA would end the process after 40 seconds."""
+    parallel, device = PARALLEL[kind], Device()
+    step, args = parallel.step(jdelta.remat), parallel.arguments()
+    pin = {f"*/{READ_OF_TANH[0]}": "spill", "*dot_general": "save"}
+    spill = dataclasses.replace(spill, adapter=device)
+    planned = jdelta.plan(step, None, *args, spill=spill, pin=pin).jit()
+    store = planned.plan.store
+
+    def fail(this, nth, _):
+        if fault == "closed" and nth == 2:
+            store.close()
+        elif (this, nth) == (fault, 3):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    planned(*args)
+    store.settle()
+    device.calls.clear()
+    device.fault = fail
+    with pytest.raises(SpillError, match="is closed" if fault == "closed" else "output error"):
+        planned(*args)
+    if fault != "closed":
+        check(planned(*args), jax.jit(parallel.step())(*args))
+        assert store.counters().failures == 1
 
 
 def test_donated_state(spill):

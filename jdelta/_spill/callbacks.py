@@ -7,6 +7,8 @@ number is computed by the program.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,6 +22,9 @@ from jdelta._spill.library import READ, WRITE, Key
 if TYPE_CHECKING:
     from jdelta._spill.store import Store
 
+
+SPOILED = 0xFF
+"""Byte of what could not be read, as in handlers.cc."""
 
 HANDLED, CALLED = ("cpu", "cuda"), ("tpu",)
 """Platforms with handlers, and those that call their host instead."""
@@ -40,27 +45,43 @@ def by_callback(platform: str) -> bool:
     return platform in CALLED
 
 
-def write(store: Store, slot: int, x: jax.Array, row: jax.Array) -> jax.Array:
+def write(store: Store, slot: int, x: jax.Array, row: jax.Array, others: bool) -> jax.Array:
     """As a handler does: gives the token for ``x``."""
 
     def put(x: Any, row: Any, device: Any) -> Any:
-        store.put(_key(store, slot, row, device), np.ascontiguousarray(x))
+        with _errors_put_off(store, others):
+            store.put(_key(store, slot, row, device), np.ascontiguousarray(x))
         return np.int32(row)
 
     with jax.named_scope(scope(WRITE, slot)):
         return io_callback(put, jax.ShapeDtypeStruct((), jnp.int32), x, row, _device())
 
 
-def read(store: Store, slot: int, token: jax.Array, row: jax.Array, result: Any) -> jax.Array:
+def read(
+    store: Store, slot: int, token: jax.Array, row: jax.Array, result: Any, others: bool
+) -> jax.Array:
     """As a handler does: gives the value back, in the shape and dtype of ``result``."""
 
     def get(token: Any, row: Any, device: Any) -> Any:
         data = np.empty(result.shape, result.dtype)
-        store.get(_key(store, slot, row, device), data)
-        return data
+        with _errors_put_off(store, others):
+            store.get(_key(store, slot, row, device), data)
+            return data
+        return np.full(data.nbytes, SPOILED, np.uint8).view(data.dtype).reshape(data.shape)
 
     with jax.named_scope(scope(READ, slot)):
         return io_callback(get, result, token, row, _device())
+
+
+@contextlib.contextmanager
+def _errors_put_off(store: Store, others: bool) -> Generator[None]:
+    """Leaves an error to the end of the execution where ``others`` may wait for this device."""
+    try:
+        yield
+    except SpillError as error:
+        if not others:
+            raise
+        store.defer(store.executions, error)
 
 
 def scope(call: str, slot: int | str) -> str:

@@ -54,6 +54,9 @@ def library() -> ctypes.CDLL:
     native.jdelta_spill_close.argtypes = [number]
     native.jdelta_spill_settle.argtypes = [number]
     native.jdelta_spill_counters.argtypes = [number, ctypes.c_void_p]
+    native.jdelta_spill_defer.argtypes = [number, number, text]
+    native.jdelta_spill_deferred.restype = number
+    native.jdelta_spill_deferred.argtypes = [number, text, number]
     for name in ("jdelta_spill_put", "jdelta_spill_get"):
         move = getattr(native, name)
         move.argtypes = [number, ctypes.POINTER(Key), ctypes.c_void_p, number, text, number]

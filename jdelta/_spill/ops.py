@@ -41,12 +41,13 @@ def write(
         SpillError: The dtype cannot be written.
     """
     _check_dtype(x.dtype)
+    others = _others(sharding)
 
     def call(x: jax.Array, row: jax.Array) -> jax.Array:
         if store.by_callback:
-            return _like(callbacks.write(store, slot, x, row), x)
+            return _like(callbacks.write(store, slot, x, row, others), x)
         write = jax.ffi.ffi_call(WRITE, _result((), jnp.int32, x))
-        return write(x, _like(row, x), **_attributes(store, slot))
+        return write(x, _like(row, x), **_attributes(store, slot, others))
 
     specs = (_spec(sharding), PartitionSpec())
     return _on_each(call, sharding, specs, PartitionSpec())(x, _scalar(row))
@@ -74,12 +75,13 @@ def read(
     part = aval
     if sharding is not None:
         part = jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
+    others = _others(sharding)
 
     def call(token: jax.Array, row: jax.Array) -> jax.Array:
         if store.by_callback:
-            return _like(callbacks.read(store, slot, token, row, part), token)
+            return _like(callbacks.read(store, slot, token, row, part, others), token)
         read = jax.ffi.ffi_call(READ, _result(part.shape, part.dtype, token))
-        return read(token, _like(row, token), **_attributes(store, slot))
+        return read(token, _like(row, token), **_attributes(store, slot, others))
 
     specs = (PartitionSpec(), PartitionSpec())
     return _on_each(call, sharding, specs, _spec(sharding))(token, _scalar(row))
@@ -131,5 +133,14 @@ def _axes(x: Any) -> frozenset[str]:
     return jax.typeof(x).mat.varying
 
 
-def _attributes(store: Store, slot: int) -> dict[str, Any]:
-    return {"store": np.int64(store.id), "slot": np.int64(slot)}
+def _others(sharding: NamedSharding | None) -> bool:
+    """Whether devices of this process run the program together, so that none may stop alone.
+
+    With other processes nobody could tell these of an error, and the program had better stop.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if sharding is None else sharding.mesh
+    return mesh.size > 1 and jax.process_count() == 1
+
+
+def _attributes(store: Store, slot: int, others: bool) -> dict[str, Any]:
+    return {"store": np.int64(store.id), "slot": np.int64(slot), "others": others}

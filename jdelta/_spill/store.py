@@ -113,13 +113,29 @@ class Store:
 
     @contextlib.contextmanager
     def execution(self) -> Generator[None]:
-        """Goes around an execution till its results are there; those with callbacks take turns."""
-        if not self.by_callback:
+        """Goes around an execution till its results are there; those with callbacks take turns.
+
+        Raises:
+            SpillError: It failed on one of several devices, so its results are worth nothing. Of
+                executions at the same time it cannot be known which one failed: all raise.
+        """
+        with self._turn if self.by_callback else contextlib.nullcontext():
+            self.executions += self.by_callback
+            before, _ = self._deferred()
             yield
-            return
-        with self._turn:
-            self.executions += 1
-            yield
+            after, cause = self._deferred()
+        if after < 0 or after != before:
+            raise SpillError(cause)
+
+    def defer(self, run: int, error: SpillError) -> None:
+        """Fails an execution that goes on all the same; ``execution`` raises it at the end."""
+        library().jdelta_spill_defer(self.id, run, str(error).encode())
+
+    def _deferred(self) -> tuple[int, str]:
+        """How often an error was put off, and the last one; negative if the store is closed."""
+        cause = ctypes.create_string_buffer(_MESSAGE)
+        number = library().jdelta_spill_deferred(self.id, cause, _MESSAGE)
+        return number, cause.value.decode(errors="replace")
 
     def counters(self) -> Counters:
         """What it has done up to now."""

@@ -172,6 +172,10 @@ SHOWN int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stre
   return Copy(stream, [=] { std::memcpy(Real(to), from, bytes); });
 }
 
+SHOWN int cuMemsetD8Async(uint64_t to, unsigned char byte, size_t bytes, Stream* stream) {
+  return Copy(stream, [=] { std::memset(Real(to), byte, bytes); });
+}
+
 // What a test asks of a GPU
 
 SHOWN Stream* gpu_stream(int64_t gpu) { return new Stream(reinterpret_cast<void*>(gpu + 1)); }
@@ -203,6 +207,14 @@ SHOWN void gpu_compare(Stream* stream, uint64_t data, int64_t bytes, int64_t see
     std::string expected(bytes, '\0');
     Fill(expected.data(), bytes, seed);
     if (std::memcmp(expected.data(), Real(data), bytes) != 0) ++*wrong;
+  });
+}
+
+// Counts the bytes of memory that are others than `byte`.
+SHOWN void gpu_count(Stream* stream, uint64_t data, int64_t bytes, int64_t byte,
+                     std::atomic<int64_t>* wrong) {
+  stream->Ask([=] {
+    for (int64_t i = 0; i < bytes; ++i) *wrong += Real(data)[i] != static_cast<char>(byte);
   });
 }
 

@@ -68,6 +68,19 @@ JDELTA_EXPORT void jdelta_spill_counters(int64_t id, jdelta::Counters* counters)
   if (auto store = jdelta::FindStore(id)) *counters = store->counters();
 }
 
+// Both are of the store's method, and put the cause into `message`.
+JDELTA_EXPORT void jdelta_spill_defer(int64_t id, int64_t run, const char* cause) {
+  if (auto store = jdelta::FindStore(id)) store->Defer(run, cause);
+}
+
+JDELTA_EXPORT int64_t jdelta_spill_deferred(int64_t id, char* message, int64_t size) {
+  jdelta::Status cause = jdelta::kClosed;
+  auto store = jdelta::FindStore(id);
+  int64_t deferred = store == nullptr ? -1 : store->Deferred(&cause);
+  jdelta::Say(cause, message, size);
+  return deferred;
+}
+
 // Both wait, and answer zero or put what went wrong into `message`.
 JDELTA_EXPORT int jdelta_spill_put(int64_t id, const Key* key, const void* data, int64_t bytes,
                                    char* message, int64_t size) {
@@ -87,18 +100,14 @@ JDELTA_EXPORT int jdelta_spill_get(int64_t id, const Key* key, void* data, int64
 
 // For tests.
 JDELTA_EXPORT int jdelta_spill_send(int64_t id, const Key* place, uint64_t data, int64_t bytes,
-                                    void* stream, char* message, int64_t size) {
-  return jdelta::Say(jdelta::OnLink(id, place->device, stream, [&](jdelta::Link& link) {
-    return link.Write(*place, data, bytes, stream);
-  }), message, size);
+                                    void* stream, bool others, char* message, int64_t size) {
+  return jdelta::Say(jdelta::WriteOnLink(id, *place, data, bytes, stream, others), message, size);
 }
 
 // For tests.
 JDELTA_EXPORT int jdelta_spill_fetch(int64_t id, const Key* place, uint64_t data, int64_t bytes,
-                                     void* stream, char* message, int64_t size) {
-  return jdelta::Say(jdelta::OnLink(id, place->device, stream, [&](jdelta::Link& link) {
-    return link.Read(*place, data, bytes, stream);
-  }), message, size);
+                                     void* stream, bool others, char* message, int64_t size) {
+  return jdelta::Say(jdelta::ReadOnLink(id, *place, data, bytes, stream, others), message, size);
 }
 
 // For tests.

@@ -36,6 +36,7 @@ Found Load() {
   Find(library, "cuMemFreeHost", cuda.mem_free_host, found.why);
   Find(library, "cuMemcpyDtoHAsync_v2", cuda.memcpy_dtoh_async, found.why);
   Find(library, "cuMemcpyHtoDAsync_v2", cuda.memcpy_htod_async, found.why);
+  Find(library, "cuMemsetD8Async", cuda.memset_async, found.why);
   return found;
 }
 

@@ -31,6 +31,7 @@ struct Cuda {
   int (*mem_free_host)(void* memory);
   int (*memcpy_dtoh_async)(void* to, Address from, size_t bytes, Stream stream);
   int (*memcpy_htod_async)(Address to, const void* from, size_t bytes, Stream stream);
+  int (*memset_async)(Address data, unsigned char byte, size_t bytes, Stream stream);
 
   // What went wrong; empty for success.
   Status Explain(int error) const;

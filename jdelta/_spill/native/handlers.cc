@@ -1,8 +1,8 @@
 // The custom calls of traced operations, for CPUs and for GPUs.
 
 #include <cstdint>
+#include <cstring>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,7 +10,6 @@
 
 #include "cuda.h"
 #include "export.h"
-#include "link.h"
 #include "registry.h"
 #include "xla_ffi.h"
 
@@ -34,12 +33,13 @@ ffi::Future Ready(const Status& status) {
 
 // Runs `start(store, done)`; the future answers when it has answered or `done` has been called.
 template <typename Start>
-ffi::Future Answer(int64_t id, Start start) {
+ffi::Future Answer(int64_t id, int64_t run, const Others& others, Start start) {
   std::shared_ptr<Store> store = FindStore(id);
-  if (store == nullptr) return Ready(kClosed);
+  if (store == nullptr) return Ready(others.Answer(id, run, kClosed));
   ffi::Promise promise;
   ffi::Future future(promise);
-  auto done = [promise](const Status& status) mutable {
+  auto done = [=](const Status& found) mutable {
+    Status status = others.Answer(id, run, found);
     status.empty() ? promise.SetAvailable() : promise.SetError(Failure(status));
   };
   std::optional<Status> status;
@@ -52,52 +52,47 @@ ffi::Future Answer(int64_t id, Start start) {
   return future;
 }
 
-ffi::Future Write(ffi::RunId run, int32_t device, int64_t id, int64_t slot, ffi::AnyBuffer x,
-                  Scalar row, ffi::Result<Scalar> token) {
+ffi::Future Write(ffi::RunId run, int32_t device, int64_t id, int64_t slot, bool others,
+                  ffi::AnyBuffer x, Scalar row, ffi::Result<Scalar> token) {
   *token->typed_data() = *row.typed_data();
   Key key{run.run_id, device, slot, *row.typed_data()};
-  return Answer(id, [&](Store& store, Done done) {
+  return Answer(id, key.run, {others}, [&](Store& store, Done done) {
     return store.Write(key, x.untyped_data(), x.size_bytes(), std::move(done));
   });
 }
 
-ffi::Future Read(ffi::RunId run, int32_t device, int64_t id, int64_t slot, Scalar,
+ffi::Future Read(ffi::RunId run, int32_t device, int64_t id, int64_t slot, bool others, Scalar,
                  Scalar row, ffi::Result<ffi::AnyBuffer> x) {
   Key key{run.run_id, device, slot, *row.typed_data()};
-  return Answer(id, [&](Store& store, Done done) {
+  auto spoil = [data = x->untyped_data(), bytes = x->size_bytes()] {
+    std::memset(data, kSpoiled, bytes);
+    return Status();
+  };
+  return Answer(id, key.run, {others, spoil}, [&](Store& store, Done done) {
     return store.Read(key, x->untyped_data(), x->size_bytes(), std::move(done));
   });
 }
 
-// On a GPU all memory is the device's, that of scalars too, and nothing has happened yet: what a
-// handler does is put into the program's stream.
-ffi::Error OnStream(Cuda::Stream stream, int64_t id, int32_t device,
-                    const std::function<Status(Link&)>& action) {
-  Status status;
-  try {
-    status = OnLink(id, device, stream, action);
-  } catch (const std::exception& error) {  // of the system: no memory, no thread
-    status = error.what();
-  }
+ffi::Error Answered(const Status& status) {
   return status.empty() ? ffi::Error::Success() : Failure(status);
 }
 
 Cuda::Address AddressOf(const void* data) { return reinterpret_cast<Cuda::Address>(data); }
 
+// On a GPU all memory is the device's, that of scalars too, and nothing has happened yet: what a
+// handler does is put into the program's stream.
 ffi::Error WriteOnGpu(Cuda::Stream stream, ffi::RunId run, int32_t device, int64_t id, int64_t slot,
-                      ffi::AnyBuffer x, Scalar, ffi::Result<Scalar>) {
-  return OnStream(stream, id, device, [&](Link& link) {
-    Key place{run.run_id, device, slot, 0};
-    return link.Write(place, AddressOf(x.untyped_data()), x.size_bytes(), stream);
-  });
+                      bool others, ffi::AnyBuffer x, Scalar, ffi::Result<Scalar>) {
+  Key place{run.run_id, device, slot, 0};
+  return Answered(WriteOnLink(id, place, AddressOf(x.untyped_data()), x.size_bytes(), stream,
+                              others));
 }
 
 ffi::Error ReadOnGpu(Cuda::Stream stream, ffi::RunId run, int32_t device, int64_t id, int64_t slot,
-                     Scalar, Scalar, ffi::Result<ffi::AnyBuffer> x) {
-  return OnStream(stream, id, device, [&](Link& link) {
-    Key place{run.run_id, device, slot, 0};
-    return link.Read(place, AddressOf(x->untyped_data()), x->size_bytes(), stream);
-  });
+                     bool others, Scalar, Scalar, ffi::Result<ffi::AnyBuffer> x) {
+  Key place{run.run_id, device, slot, 0};
+  return Answered(ReadOnLink(id, place, AddressOf(x->untyped_data()), x->size_bytes(), stream,
+                             others));
 }
 
 // What every handler is given first.
@@ -107,7 +102,8 @@ auto Bound(Binding binding) {
       .template Ctx<ffi::RunId>()
       .template Ctx<ffi::DeviceOrdinal>()
       .template Attr<int64_t>("store")
-      .template Attr<int64_t>("slot");
+      .template Attr<int64_t>("slot")
+      .template Attr<bool>("others");
 }
 
 auto OnHost() { return Bound(ffi::Ffi::Bind()); }

@@ -34,6 +34,22 @@ Status Store::FailRun(int64_t run, const Status& status) {
   return closed_ ? Status(kClosed) : Fail(run, status);
 }
 
+void Store::Defer(int64_t run, const Status& status) {
+  if (!Usable().empty()) return;
+  Lock lock(mutex_);
+  if (closed_) return;
+  cause_ = Fail(run, status);
+  ++deferred_;
+}
+
+int64_t Store::Deferred(Status* cause) {
+  *cause = Usable();
+  if (!cause->empty()) return -1;
+  Lock lock(mutex_);
+  *cause = closed_ ? Status(kClosed) : cause_;
+  return closed_ ? -1 : deferred_;
+}
+
 Status Store::Forward(int64_t run, size_t bytes) {
   if (Status unusable = Usable(); !unusable.empty()) return unusable;
   Lock lock(mutex_);

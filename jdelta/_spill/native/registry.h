@@ -25,10 +25,25 @@ int64_t RegisterStore(std::shared_ptr<Store> store);
 std::shared_ptr<Store> FindStore(int64_t id);
 Opened ForgetStore(int64_t id);
 
-// Does something with the link of a GPU, made when first needed; or says why there is none. `stream`
-// is one of that GPU's.
-Status OnLink(int64_t id, int64_t device, Cuda::Stream stream,
-              const std::function<Status(Link&)>& action);
+constexpr unsigned char kSpoiled = 0xff;  // not a number, where it is a floating-point number
+
+// What an operation does that fails while other devices run the program too: these may wait for this
+// one in a collective, and for ever if its program ended here. So it goes on, Python is told by the
+// store once all have ended, and what was to be read is spoiled.
+struct Others {
+  bool any;
+  std::function<Status()> spoil = [] { return Status(); };
+
+  // What to answer to a `status`.
+  Status Answer(int64_t id, int64_t run, const Status& status) const;
+};
+
+// As the link of a GPU does, which is made when first needed; or why there is none. `stream` is one of
+// that GPU's. `others` is whether there are other devices.
+Status WriteOnLink(int64_t id, const Key& place, Cuda::Address data, size_t bytes,
+                   Cuda::Stream stream, bool others);
+Status ReadOnLink(int64_t id, const Key& place, Cuda::Address data, size_t bytes,
+                  Cuda::Stream stream, bool others);
 
 }  // namespace jdelta
 

@@ -78,6 +78,12 @@ class Store : public std::enable_shared_from_this<Store> {
   // Fails an execution. Answers with what it failed for, which may be something earlier.
   Status FailRun(int64_t run, const Status& status);
 
+  // Fails an execution whose program goes on all the same, as other devices may wait for it.
+  void Defer(int64_t run, const Status& status);
+
+  // How often that was, and the last cause; negative, and why, where nobody can know.
+  int64_t Deferred(Status* cause);
+
   // Returns when all that was to be written is written; then forgets what memory still has of it.
   void Settle();
 
@@ -159,6 +165,8 @@ class Store : public std::enable_shared_from_this<Store> {
   Pool pool_;
   Extents extents_;
   Counters counters_;
+  int64_t deferred_ = 0;
+  Status cause_;              // of the last that was
   uint64_t order_ = 0;
   std::map<Key, std::shared_ptr<Entry>> entries_;
   std::map<int64_t, Run> runs_;
