@@ -307,7 +307,7 @@ def test_devices(kind, scan, spill):
 @pytest.mark.parametrize("fault", ["write", "read", "closed"])
 @pytest.mark.parametrize("kind", ["shard_map", "shard_map step"])
 def test_an_error_on_one_of_several_devices(kind, fault, spill):
-    """The others wait for it in sums, where XLA would end the process after 40 seconds."""
+    """The others wait for it in sums, where XLA would end the process after a minute."""
     parallel, device = PARALLEL[kind], Device()
     step, args = parallel.step(jdelta.remat), parallel.arguments()
     pin = {f"*/{READ_OF_TANH[0]}": "spill", "*dot_general": "save"}

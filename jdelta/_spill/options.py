@@ -31,7 +31,9 @@ class Spill:
         write_rate: Most bytes a second to write; ``None``: as fast as it goes.
         read_rate: Most bytes a second to read; ``None``: as fast as it goes.
         least: Bytes of one tensor, in a loop of one iteration's, below which it is not spilled.
-        timeout: Seconds without any answer of the device after which a step fails.
+        timeout: Seconds without any answer of the device after which a step fails. XLA ends a
+            process of several CPU devices when one has waited for another for a minute, so give
+            less there.
     """
 
     path: str
@@ -42,7 +44,7 @@ class Spill:
     write_rate: float | None = None
     read_rate: float | None = None
     least: int | str = "1MiB"
-    timeout: float = 60.0
+    timeout: float = 40.0
 
     @classmethod
     def of(cls, spill: str | os.PathLike[str] | Spill) -> Spill:
