@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 SPOILED = 0xFF
-"""Byte of what could not be read, as in handlers.cc."""
+"""Byte of what could not be read, as in registry.h."""
 
 HANDLED, CALLED = ("cpu", "cuda"), ("tpu",)
 """Platforms with handlers, and those that call their host instead."""

@@ -68,11 +68,11 @@ JDELTA_EXPORT void jdelta_spill_counters(int64_t id, jdelta::Counters* counters)
   if (auto store = jdelta::FindStore(id)) *counters = store->counters();
 }
 
-// Both are of the store's method, and put the cause into `message`.
 JDELTA_EXPORT void jdelta_spill_defer(int64_t id, int64_t run, const char* cause) {
   if (auto store = jdelta::FindStore(id)) store->Defer(run, cause);
 }
 
+// The cause goes into `message`.
 JDELTA_EXPORT int64_t jdelta_spill_deferred(int64_t id, char* message, int64_t size) {
   jdelta::Status cause = jdelta::kClosed;
   auto store = jdelta::FindStore(id);
