@@ -18,6 +18,7 @@ compile to ahead of time, which the table shows as *ahead*.
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import multiprocessing
 import re
@@ -180,11 +181,17 @@ def unplanned(
     return figures, compiled
 
 
+@functools.cache
+def plain(step: str, target: str, **options: Any) -> programs.Program:
+    """The step as it is."""
+    return programs.traced(steps.build(step, **options), target)
+
+
 def traced(
     step: str, variant: str, target: str, **options: Any
 ) -> tuple[programs.Program, str | None]:
     """The plain step or a hand policy, and why the policy is not for the step if it is not."""
-    program = programs.traced(steps.build(step, **options), target)
+    program = plain(step, target, **options)
     if variant == "plain":
         return program, None
     why = policies.refusal(variant, step, program.names(), program.target.offload_refusal)

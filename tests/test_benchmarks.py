@@ -35,6 +35,7 @@ from benchmarks import (
     small_order,
     steps,
     throttled,
+    turns,
     unmarked,
 )
 from benchmarks.xla import dropout, gradients
@@ -394,3 +395,28 @@ def test_device_refuses_where_there_is_none(monkeypatch, capsys):
         device.main()
     assert stopped.value.code == 1
     assert "no gpu is attached to this machine" in capsys.readouterr().err
+
+
+def test_turns_times_policies_and_plans(tmp_path):
+    planned = turns.ahead("policies", "tiny", "cpu", tmp_path)
+    job = {"what": "policies", "step": "tiny"}
+    r = {**job, **turns.row(**job, target="cpu", plans=tmp_path, rounds=2)}
+    found = {f["variant"]: f for f in r["programs"]}
+    assert "plan as nothing_saveable" in planned
+    assert planned.keys() <= found.keys()
+    assert all(len(f["seconds"]) == 2 for f in found.values())
+    assert all(f["loss"] == pytest.approx(found["plain"]["loss"]) for f in found.values())
+    for variant, plan in planned.items():
+        assert found[variant]["compiled_peak"] == plan["compiled_peak"]
+        assert float(turns.cells(r, found[variant])[-1]) > 0
+    assert turns.cells(r, found["plain"])[-1] == ""
+
+
+def test_turns_reads_what_transfers_add():
+    kept = {"variant": turns.KEPT, "compiled_peak": 0, "host_bytes": 0, "scheduled": 0.01}
+    kept |= {"transfers": 0.0, "hidden": 1.0, "seconds": [0.010, 0.010, 0.020]}
+    away = {**kept, "variant": turns.AWAY, "transfers": 0.004, "seconds": [0.011, 0.011, 0.020]}
+    r = {"what": "transfers", "step": "tiny", "programs": [kept, away]}
+    assert turns.cells(r, away)[-3:] == ["4.00", "75%", "100.0%"]
+    assert turns.cells(r, kept)[-3:] == ["", "", ""]
+    assert turns.markdown([r]).count("\n") == 6
