@@ -32,7 +32,7 @@ from benchmarks import device, offload, policies, programs, record, steps
 from benchmarks.models import Case, build
 from benchmarks.record import Row, mib, share
 from jdelta._measure import measure
-from jdelta._target import resolve
+from jdelta._target import attached, resolve
 
 ROUNDS = 20
 AT_ONCE = 8
@@ -95,11 +95,14 @@ def pinned(step: str, target: str, **options: Any) -> Iterator[tuple[str, jdelta
 def as_by_hand(step: str, target: str, **options: Any) -> Iterator[tuple[str, jdelta.Plan | None]]:
     """The plans for the peaks of the hand policies."""
     case = case_of("policies", step, **options)
-    for policy in policies.POLICIES:
+    for variant in VARIANTS["policies"]:
+        policy = variant.removeprefix(PLAN)
+        if policy == variant:
+            continue
         hand, why = device.traced(step, policy, target, **options)
         if not why:
             budget = min(policies.same_peak(hand.measured.peak), hand.target.memory)
-            yield PLAN + policy, programs.plan(case, budget, target)[1]
+            yield variant, programs.plan(case, budget, target)[1]
 
 
 def case_of(what: str, step: str, **options: Any) -> Case:
@@ -116,18 +119,33 @@ def lowered(
     state, batch = where.abstract((case.state, case.batch))
     case = dataclasses.replace(case, state=state, batch=batch)
     for variant in VARIANTS[what]:
-        if variant in ("plain", *policies.POLICIES):
+        if what == "policies" and not variant.startswith(PLAN):
             program, why = device.traced(step, variant, target, **options)
             if why:
                 continue
         elif file(plans, step, variant).exists():
-            program = programs.planned(case, jdelta.load(str(file(plans, step, variant))))
+            program = programs.planned(case, loaded(file(plans, step, variant)))
         else:
             continue
         yield variant, (program.lower(), program)
         for other, left_away in WITHOUT.items() if variant == AWAY else ():
             left = {k: v for k, v in program.options.items() if k not in left_away}
             yield other, (program.lower(), dataclasses.replace(program, options=left))
+
+
+def loaded(path: Path) -> jdelta.Plan:
+    """A plan from a file.
+
+    Raises:
+        TargetError: It was made for another device than the attached one.
+    """
+    plan = jdelta.load(str(path))
+    if not attached(plan.target):
+        raise jdelta.TargetError(
+            f"{path} was made for {plan.target}, which is not attached to this machine; make plans "
+            "for the device that is, with --ahead"
+        )
+    return plan
 
 
 def compiled(low: jax.stages.Lowered, program: programs.Program) -> tuple[Any, Row]:

@@ -39,7 +39,7 @@ from benchmarks import (
     unmarked,
 )
 from benchmarks.xla import dropout, gradients
-from jdelta import _largest
+from jdelta import TargetError, _largest
 from jdelta._files import Scope, hidden_scopes
 from jdelta._spill import SpillRates
 from tests.versions import fails_in_jax_0_10_with_remat3
@@ -397,19 +397,23 @@ def test_device_refuses_where_there_is_none(monkeypatch, capsys):
     assert "no gpu is attached to this machine" in capsys.readouterr().err
 
 
-def test_turns_times_policies_and_plans(tmp_path):
+def test_turns_times_policies_and_plans(tmp_path, monkeypatch):
+    variants = ("plain", "nothing_saveable", "plan as nothing_saveable")
+    monkeypatch.setitem(turns.VARIANTS, "policies", variants)
     planned = turns.ahead("policies", "tiny", "cpu", tmp_path)
     job = {"what": "policies", "step": "tiny"}
     r = {**job, **turns.row(**job, target="cpu", plans=tmp_path, rounds=2)}
     found = {f["variant"]: f for f in r["programs"]}
-    assert "plan as nothing_saveable" in planned
-    assert planned.keys() <= found.keys()
+    assert (*planned,) == variants[2:]
+    assert (*found,) == variants
     assert all(len(f["seconds"]) == 2 for f in found.values())
     assert all(f["loss"] == pytest.approx(found["plain"]["loss"]) for f in found.values())
-    for variant, plan in planned.items():
-        assert found[variant]["compiled_peak"] == plan["compiled_peak"]
-        assert float(turns.cells(r, found[variant])[-1]) > 0
-    assert turns.cells(r, found["plain"])[-1] == ""
+    assert found[variants[2]]["compiled_peak"] == planned[variants[2]]["compiled_peak"]
+    assert [turns.cells(r, found[v])[-1] == "" for v in variants] == [True, True, False]
+    other = next(iter(tmp_path.iterdir()))
+    other.write_text(other.read_text().replace('"target": "cpu"', '"target": "cuda:h100"'))
+    with pytest.raises(TargetError, match="make plans for the device that is"):
+        turns.loaded(other)
 
 
 def test_turns_reads_what_transfers_add():
