@@ -35,7 +35,7 @@ from jdelta._measure import measure
 from jdelta._target import attached, resolve
 
 ROUNDS = 20
-AT_ONCE = 8
+AT_ONCE = 12
 """Programs that are compiled at once."""
 PLAN = "plan as "
 KEPT, AWAY = "kept", "on the host"
