@@ -55,7 +55,7 @@ TRANSFERS: dict[str, dict[str, Any]] = {
 """Arguments of `models.build`."""
 POLICIES = ("gpt2 scanned", "llama scanned")
 VARIANTS = {
-    "policies": ("plain", *(v for p in policies.POLICIES for v in (p, PLAN + p))),
+    "policies": ("plain", *(v for p in policies.POLICIES if p != "sqrt" for v in (p, PLAN + p))),
     "transfers": (KEPT, AWAY),
 }
 HEADS = {
