@@ -103,6 +103,7 @@ TABLES = {
     "budgets-tpu-v5e": "budgets",
     "device-nvidia-h200": "device",
     "rok-nvidia-h200": "rok",
+    "turns-nvidia-h200": "turns",
     "sweep": "budgets",
     "gradients": "xla.gradients",
     "random_bits": "xla.random_bits",
