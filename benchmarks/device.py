@@ -18,7 +18,6 @@ compile to ahead of time, which the table shows as *ahead*.
 
 import argparse
 import dataclasses
-import functools
 import importlib.metadata
 import multiprocessing
 import re
@@ -181,21 +180,13 @@ def unplanned(
     return figures, compiled
 
 
-@functools.cache
-def plain(step: str, target: str, **options: Any) -> programs.Program:
-    """The step as it is."""
-    return programs.traced(steps.build(step, **options), target)
-
-
 def traced(
     step: str, variant: str, target: str, **options: Any
 ) -> tuple[programs.Program, str | None]:
     """The plain step or a hand policy, and why the policy is not for the step if it is not."""
-    program = plain(step, target, **options)
     if variant == "plain":
-        return program, None
-    why = policies.refusal(variant, step, program.names(), program.target.offload_refusal)
-    return programs.traced(policies.build(variant, step, **options), target), why
+        return policies.plain(step, target, **options), None
+    return policies.program(variant, step, target, **options)
 
 
 def planned(
@@ -204,10 +195,10 @@ def planned(
     """What is known of a plan before it runs, and the compiled step."""
     budget = SHARES.get(variant)
     if budget is None:
-        program, why = traced(step, AS_BY_HAND[variant], target, **options)
+        program, why = policies.program(AS_BY_HAND[variant], step, target, **options)
         if why:
             return {"skipped": why}, None
-        budget = min(policies.same_peak(program.measured.peak), program.target.memory)
+        budget = policies.same_peak(program)
     figures, made = programs.plan(steps.build(step, remat=jdelta.remat, **options), budget, target)
     if made is None:
         return figures, None

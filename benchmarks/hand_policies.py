@@ -31,18 +31,15 @@ def row(step: str, target: str, policy: str, **options: Any) -> Row:
         policy: A key of `policies.POLICIES`.
         **options: Arguments of `models.build` in place of the step's own.
     """
-    plain = programs.traced(steps.build(step, **options), target)
-    refusal = policies.refusal(policy, step, plain.names(), plain.target.offload_refusal)
-    if refusal:
-        return {"skipped": refusal}
-    hand = programs.traced(policies.build(policy, step, **options), target)
-    budget = min(policies.same_peak(hand.measured.peak), plain.target.memory)
+    hand, why = policies.program(policy, step, target, **options)
+    if why:
+        return {"skipped": why}
     case = steps.build(step, remat=jdelta.remat, **options)
-    planned, plan = programs.plan(case, budget, target)
+    planned, plan = programs.plan(case, policies.same_peak(hand), target)
     if plan:
         planned |= programs.planned(case, plan).scheduled
     return {
-        "plain_seconds": plain.price.seconds,
+        "plain_seconds": policies.plain(step, target, **options).price.seconds,
         "hand": {**hand.figures(), **hand.scheduled},
         "plan": planned,
     }

@@ -4,6 +4,7 @@ MaxText's sets are those of `get_remat_policy` in its `decoders.py`, over the na
 give to their values; benchmark models carry the same names at the same places.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import models, steps
+from benchmarks import models, programs, steps
 from benchmarks.models import Case
 
 ready = jax.checkpoint_policies
@@ -94,12 +95,36 @@ def refusal(policy: str, step: str, names: set[str], offload_refusal: str | None
     return offload_refusal if hand.offloads else None
 
 
-def same_peak(peak: int) -> int:
-    """A budget that is a policy's peak: buffers of some bytes, which XLA adds or not, left aside.
+@functools.cache
+def plain(step: str, target: str, **options: Any) -> programs.Program:
+    """The step as it is; arguments are those of `program`."""
+    return programs.traced(steps.build(step, **options), target)
 
-    GPT-2 with everything recomputed takes 256 bytes more or less on a GPU by who emits it.
+
+def program(
+    policy: str, step: str, target: str, **options: Any
+) -> tuple[programs.Program, str | None]:
+    """The step under a policy, and why the policy is not for the step if it is not.
+
+    Args:
+        policy: A key of `POLICIES`.
+        step: A key of `steps.STEPS`.
+        target: Where to compile for.
+        **options: Arguments of `models.build` in place of the step's own.
     """
-    return peak + peak // 10_000
+    known = plain(step, target, **options)
+    why = refusal(policy, step, known.names(), known.target.offload_refusal)
+    return programs.traced(build(policy, step, **options), target), why
+
+
+def same_peak(program: programs.Program) -> int:
+    """A budget that is a program's peak: buffers of some bytes, which XLA adds or not, left aside.
+
+    GPT-2 with everything recomputed takes 256 bytes more or less on a GPU by who emits it. It is no
+    more than the target has.
+    """
+    peak = program.measured.peak
+    return min(peak + peak // 10_000, program.target.memory)
 
 
 def build(policy: str, step: str, **options: Any) -> Case:

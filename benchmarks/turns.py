@@ -99,10 +99,9 @@ def as_by_hand(step: str, target: str, **options: Any) -> Iterator[tuple[str, jd
         policy = variant.removeprefix(PLAN)
         if policy == variant:
             continue
-        hand, why = device.traced(step, policy, target, **options)
+        hand, why = policies.program(policy, step, target, **options)
         if not why:
-            budget = min(policies.same_peak(hand.measured.peak), hand.target.memory)
-            yield variant, programs.plan(case, budget, target)[1]
+            yield variant, programs.plan(case, policies.same_peak(hand), target)[1]
 
 
 def case_of(what: str, step: str, **options: Any) -> Case:
