@@ -314,7 +314,7 @@ def test_a_value_of_odd_length_that_is_alone_is_split_along_another_axis():
     assert (gone, transfers(jaxpr)) == (1, (3, 2))
 
 
-def test_fetches_of_a_tpu_follow_the_cotangent_and_each_other():
+def test_fetches_of_a_tpu_follow_the_cotangent_and_not_each_other():
     x = jax.random.normal(jax.random.key(1), (4, 8))
     jaxpr, _ = check(unrolled(), (stacked(6), x), "tpu", away=("*/tanh",))
     eqns = _jax.open_jaxpr(_jax.inline(jaxpr)).eqns
