@@ -109,10 +109,10 @@ class Stacks:
         zeros = functools.reduce(lax.add, map(zero_of, values), self._zero)
         self._zero = lax.optimization_barrier(zeros)  # computed once, not in every reader
 
-    def read(self, v: Var) -> Any:
-        """Fetch the value of ``v``.
+    def read(self, v: Var) -> list[Any]:
+        """Fetch the value of ``v``, in the parts that it is read in.
 
-        No other fetch waits for it: a TPU's scheduler ended those that others waited for right
+        No other fetch waits for them: a TPU's scheduler ended those that others waited for right
         where they began, long before they were used (GPT-2's on a v5p all but the last).
         """
         index, slot = self.slots[v]
@@ -122,6 +122,11 @@ class Stacks:
             away = lax.dynamic_slice_in_dim(self._arrays[index], self._zero + i, kind.together)
             fetched = jax.device_put(away, jax.memory.Space.Device)
             parts.append(lax.reshape(fetched, (kind.together * kind.part[0], *kind.part[1:])))
+        return parts
+
+    def whole(self, v: Var, parts: Sequence[Any]) -> Any:
+        """The value of ``v``, put together where it is used: there its fetches end."""
+        kind = self._kinds[self.slots[v][0]]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, kind.axis)
 
 

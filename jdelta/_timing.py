@@ -452,7 +452,11 @@ class _Evaluation:
             for v, x in zip(eqn.invars, _jax.read(env, eqn.invars), strict=True)
         ]
         body, is_narrow = narrowed(body)
-        results = _jax.evaluate(body, *lax.optimization_barrier(inputs))
+        inputs = [
+            self.stacks.whole(v, x) if is_host(v) and v in self.stacks.slots else x
+            for v, x in zip(eqn.invars, lax.optimization_barrier(inputs), strict=True)
+        ]
+        results = _jax.evaluate(body, *inputs)
         env.update(zip(eqn.outvars, results, strict=True))
         self._fetch(number + 1, self.timing.gradients.results[number], env)
         widen({v: v for v, narrow in zip(eqn.outvars, is_narrow, strict=True) if narrow}, env)
