@@ -8,8 +8,9 @@ that depends on a value of the backward pass. The read cannot come before that v
 of the compiler can take back.
 
 A TPU's scheduler gives a copy the compute that it takes to be enough, and no more. So what can hide
-at all goes to several slots, one after the other: each part then has an instruction to hide behind
-that is often longer than the part needs (``benchmarks/offload.py`` has what this hides).
+at all goes to several slots: each part then has an instruction to hide behind that is often longer
+than the part needs (``benchmarks/offload.py`` has what this hides). And it ends a fetch as soon as
+anything can be done with it, however little: so nothing but its unit uses one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _MOST_PARTS = 8
 
 _TOGETHER = 2
 """Slots that are read at once: a long fetch in one go hid 75 % of BERT's queries on a v5e, in two
-parts 90 %, in four 88 %; shorter ones hide best in one (a Llama's of two slots)."""
+parts 90 %, in four 88 %; shorter ones hide best in one (a Llama's of two slots). That was while
+fetches waited for each other."""
 
 _ROW, _COLUMN = 128, 32
 """Elements in a row, and most elements in a column, of the tiles that TPUs store arrays in."""
@@ -112,8 +114,8 @@ class Stacks:
     def read(self, v: Var) -> list[Any]:
         """Fetch the value of ``v``, in the parts that it is read in.
 
-        No other fetch waits for them: a TPU's scheduler ended those that others waited for right
-        where they began, long before they were used (GPT-2's on a v5p all but the last).
+        No other fetch waits for them: those that others waited for ended where they began (all but
+        the last of a GPT-2's on a v5p).
         """
         index, slot = self.slots[v]
         kind = self._kinds[index]
