@@ -10,7 +10,8 @@ of the compiler can take back.
 A TPU's scheduler gives a copy the compute that it takes to be enough, and no more. So what can hide
 at all goes to several slots: each part then has an instruction to hide behind that is often longer
 than the part needs (``benchmarks/offload.py`` has what this hides). And it ends a fetch as soon as
-anything can be done with it, however little: so nothing but its unit uses one.
+anything can be done with it, however little: one that another waits for is exposed where it starts
+(all but the last of a GPT-2's on a v5p). So they take turns only where memory counts for more.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Stacks:
         units: The values that each unit fetches.
         specs: How they are cut over devices.
         slot: Bytes per device that a slot had better not exceed.
+        in_turn: Whether a fetch waits for the one before it: then fewer are there at once.
 
     Attributes:
         slots: From each value to its array and the first of its slots there.
@@ -63,6 +65,7 @@ class Stacks:
         specs: Mapping[Var, Spec] = _UNCUT,
         *,
         slot: float = math.inf,
+        in_turn: bool = False,
     ):
         shapes: dict[tuple[Any, ...], list[Var]] = defaultdict(list)
         for values in units:
@@ -72,6 +75,7 @@ class Stacks:
                 shapes[*kind, seen[kind]].append(v)
                 seen[kind] += 1
         self.slots: dict[Var, tuple[int, int]] = {}
+        self._in_turn = in_turn
         self._zero: Any = jnp.int32(0)
         self._kinds: list[_Kind] = []
         self._arrays: list[Any] = []
@@ -112,19 +116,17 @@ class Stacks:
         self._zero = lax.optimization_barrier(zeros)  # computed once, not in every reader
 
     def read(self, v: Var) -> list[Any]:
-        """Fetch the value of ``v``, in the parts that it is read in.
-
-        No other fetch waits for them: those that others waited for ended where they began (all but
-        the last of a GPT-2's on a v5p).
-        """
+        """Fetch the value of ``v``, in the parts that it is read in."""
         index, slot = self.slots[v]
         kind = self._kinds[index]
         parts: list[Any] = []
         for i in range(slot, slot + kind.parts, kind.together):
             away = lax.dynamic_slice_in_dim(self._arrays[index], self._zero + i, kind.together)
             fetched = jax.device_put(away, jax.memory.Space.Device)
+            if self._in_turn:
+                self.wait([fetched])
             parts.append(lax.reshape(fetched, (kind.together * kind.part[0], *kind.part[1:])))
-        return parts
+        return [self.whole(v, parts)] if self._in_turn else parts
 
     def whole(self, v: Var, parts: Sequence[Any]) -> Any:
         """The value of ``v``, put together where it is used: there its fetches end."""

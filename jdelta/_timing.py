@@ -371,7 +371,9 @@ class _Evaluation:
         self.late: dict[Var, Late] = {}
         clock = timing.clock
         slot = math.inf if timing.is_bound else SLOT_SECONDS * clock.rates.device_to_host
-        self.stacks = Stacks(timing.stacked, clock.shardings.specs, slot=slot)
+        in_turn = timing.is_bound or timing.least  # nothing hides then, or nothing has to
+        specs = clock.shardings.specs
+        self.stacks = Stacks(timing.stacked, specs, slot=slot, in_turn=in_turn)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         timing = self.timing
