@@ -2,6 +2,7 @@
 
 *policies*: each hand policy, and the plan for the peak that it compiles to ahead of time. *to hand*
 is the median, over the rounds, of what the plan took to what its policy took in the same round.
+Root L is left out: its state has another shape.
 
 *transfers*: everything recomputed but the queries, which are kept on the device, or on the host.
 Both compute the same, so what the second takes more is what its transfers expose; they are *hidden*
