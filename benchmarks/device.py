@@ -167,9 +167,9 @@ def unplanned(
     step: str, variant: str, target: str, **options: Any
 ) -> tuple[Row, Callable[..., Any] | None]:
     """What is known of the plain step or of a hand policy before it runs, and the compiled step."""
-    program, why = traced(step, variant, target, **options)
-    if why:
-        return {"skipped": why}, None
+    program = traced(step, variant, target, **options)
+    if isinstance(program, str):
+        return {"skipped": program}, None
     compiled, measured = measure(program.lower(), program.target, executable=True)
     figures = {
         "compiled_peak": measured.peak,
@@ -180,12 +180,10 @@ def unplanned(
     return figures, compiled
 
 
-def traced(
-    step: str, variant: str, target: str, **options: Any
-) -> tuple[programs.Program, str | None]:
-    """The plain step or a hand policy, and why the policy is not for the step if it is not."""
+def traced(step: str, variant: str, target: str, **options: Any) -> programs.Program | str:
+    """The plain step, or the one under a hand policy; or why the policy is not for the step."""
     if variant == "plain":
-        return policies.plain(step, target, **options), None
+        return policies.plain(step, target, **options)
     return policies.program(variant, step, target, **options)
 
 
@@ -195,10 +193,10 @@ def planned(
     """What is known of a plan before it runs, and the compiled step."""
     budget = SHARES.get(variant)
     if budget is None:
-        program, why = policies.program(AS_BY_HAND[variant], step, target, **options)
-        if why:
-            return {"skipped": why}, None
-        budget = policies.same_peak(program)
+        hand = policies.program(AS_BY_HAND[variant], step, target, **options)
+        if isinstance(hand, str):
+            return {"skipped": hand}, None
+        budget = policies.same_peak(hand)
     figures, made = programs.plan(steps.build(step, remat=jdelta.remat, **options), budget, target)
     if made is None:
         return figures, None
@@ -254,7 +252,8 @@ def markdown(rows: list[Row]) -> str:
 
 def ahead(step: str, variant: str, target: str) -> Row:
     """What the plain step or a hand policy compiles to without the device."""
-    program, _ = traced(step, variant, target)
+    program = traced(step, variant, target)
+    assert isinstance(program, programs.Program)  # it ran on the device
     return {"compiled_peak": program.measured.peak, "scheduled": program.measured.overlap.seconds}
 
 

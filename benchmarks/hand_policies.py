@@ -31,9 +31,9 @@ def row(step: str, target: str, policy: str, **options: Any) -> Row:
         policy: A key of `policies.POLICIES`.
         **options: Arguments of `models.build` in place of the step's own.
     """
-    hand, why = policies.program(policy, step, target, **options)
-    if why:
-        return {"skipped": why}
+    hand = policies.program(policy, step, target, **options)
+    if isinstance(hand, str):
+        return {"skipped": hand}
     case = steps.build(step, remat=jdelta.remat, **options)
     planned, plan = programs.plan(case, policies.same_peak(hand), target)
     if plan:

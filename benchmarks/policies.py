@@ -101,10 +101,8 @@ def plain(step: str, target: str, **options: Any) -> programs.Program:
     return programs.traced(steps.build(step, **options), target)
 
 
-def program(
-    policy: str, step: str, target: str, **options: Any
-) -> tuple[programs.Program, str | None]:
-    """The step under a policy, and why the policy is not for the step if it is not.
+def program(policy: str, step: str, target: str, **options: Any) -> programs.Program | str:
+    """The step under a policy; or why the policy is not for the step.
 
     Args:
         policy: A key of `POLICIES`.
@@ -114,7 +112,7 @@ def program(
     """
     known = plain(step, target, **options)
     why = refusal(policy, step, known.names(), known.target.offload_refusal)
-    return programs.traced(build(policy, step, **options), target), why
+    return why or programs.traced(build(policy, step, **options), target)
 
 
 def same_peak(program: programs.Program) -> int:

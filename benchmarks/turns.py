@@ -100,8 +100,8 @@ def as_by_hand(step: str, target: str, **options: Any) -> Iterator[tuple[str, jd
         policy = variant.removeprefix(PLAN)
         if policy == variant:
             continue
-        hand, why = policies.program(policy, step, target, **options)
-        if not why:
+        hand = policies.program(policy, step, target, **options)
+        if not isinstance(hand, str):
             yield variant, programs.plan(case, policies.same_peak(hand), target)[1]
 
 
@@ -120,17 +120,18 @@ def lowered(
     case = dataclasses.replace(case, state=state, batch=batch)
     for variant in VARIANTS[what]:
         if what == "policies" and not variant.startswith(PLAN):
-            program, why = device.traced(step, variant, target, **options)
-            if why:
+            program = device.traced(step, variant, target, **options)
+            if isinstance(program, str):
                 continue
         elif file(plans, step, variant).exists():
             program = programs.planned(case, loaded(file(plans, step, variant)))
         else:
             continue
-        yield variant, (program.lower(), program)
+        low = program.lower()
+        yield variant, (low, program)
         for other, left_away in WITHOUT.items() if variant == AWAY else ():
             left = {k: v for k, v in program.options.items() if k not in left_away}
-            yield other, (program.lower(), dataclasses.replace(program, options=left))
+            yield other, (low, dataclasses.replace(program, options=left))
 
 
 def loaded(path: Path) -> jdelta.Plan:
