@@ -4,10 +4,10 @@ The stack is 16 unrolled layers with two bfloat16 residuals of 64 MiB each, all 
 its temporaries stand beside those of `jax.checkpoint` around each layer. GPT-2 (bfloat16, batch 8,
 length 1024) keeps queries, keys and values on the host, under a budget of 60 % of the plain peak;
 on a TPU v5e these take the link longer than a forward pass takes. So GPT-2, BERT and Llama also
-have rows with nothing but the queries on the host, and the rest recomputed. GPT2-XL (unrolled, the
-same) has every second residual on the host, as many as make up half of the bytes, and recomputes
-or keeps the rest; its peak stands beside that of `jax.checkpoint` around each block, and *kept* is
-what the plan keeps in them.
+have rows with nothing but the queries on the host, and the rest recomputed; Llama 3 only where its
+weights fit. GPT2-XL (unrolled, otherwise as GPT-2) has every second residual on the host, as many
+as make up half of the bytes, and recomputes or keeps the rest; its peak stands beside that of
+`jax.checkpoint` around each block, and *kept* is what the plan keeps in them.
 All figures are the compiler's, ahead of time; what is hidden is read off its schedule.
 
     python -m benchmarks.offload --target cuda:h100 --json rows.json
@@ -35,7 +35,21 @@ from jdelta._ways import offload_refusal
 LAYERS, ROWS, WIDTH = 16, 32768, 1024
 GPT2 = {"batch": 8, "length": 1024, "dtype": jnp.bfloat16}
 TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1", "cuda:h100", "cuda:a100")
-QUERIES = {"gpt2": "*/query_proj", "bert-base": "*/query/add", "llama-160m": "*/query_proj"}
+QUERIES = {
+    "gpt2": "*/query_proj",
+    "bert-base": "*/query/add",
+    "llama-160m": "*/query_proj",
+    "llama3-8b": "*/query_proj",
+}
+STEPS: dict[str, dict[str, Any]] = {
+    **{
+        f"{model} {form}": {"name": model, "dtype": jnp.bfloat16, **options}
+        for model in ("gpt2", "bert-base", "llama-160m")
+        for form, options in (("scanned", {"scan": True}), ("unrolled", {}))
+    },
+    "llama3-8b scanned": {"name": "llama3-8b", "scan": True},
+}
+"""The steps whose queries move, and the arguments of `models.build` for them."""
 HEADS = "program target taken by-hand kept planned host hidden".split()
 
 
@@ -84,12 +98,20 @@ def heads_away(target: str, **options: Any) -> tuple[Row, jdelta.Plan]:
     return {}, jdelta.plan(case.step, 0.6, *args, target=target, donate_argnums=0, pin=pin)
 
 
-def queries_away(target: str, model: str, **options: Any) -> tuple[Row, jdelta.Plan]:
-    """A model with the queries of all layers on the host, and the rest recomputed."""
-    case = build(model, dtype=jnp.bfloat16, remat=jdelta.remat, **options)
+def queries(step: str, target: str, decision: str, **options: Any) -> jdelta.Plan:
+    """A step of `STEPS` with one decision for the queries of all layers, and the rest recomputed.
+
+    `options` are arguments of `models.build` in place of the step's own.
+    """
+    case = build(**{**STEPS[step], **options}, remat=jdelta.remat)
     args = case.state, case.batch
-    pin = {"*": "recompute", QUERIES[model]: "offload"}
-    return {}, jdelta.plan(case.step, None, *args, target=target, donate_argnums=0, pin=pin)
+    pin = {"*": "recompute", QUERIES[STEPS[step]["name"]]: decision}
+    return jdelta.plan(case.step, None, *args, target=target, donate_argnums=0, pin=pin)
+
+
+def queries_away(target: str, step: str) -> tuple[Row, jdelta.Plan]:
+    """A step with its queries on the host."""
+    return {}, queries(step, target, "offload")
 
 
 def stack_away(target: str) -> tuple[Row, jdelta.Plan]:
@@ -120,11 +142,7 @@ def half_away(target: str, rest: str) -> tuple[Row, jdelta.Plan]:
 
 MAKES: dict[str, Callable[[str], tuple[Row, jdelta.Plan]]] = {
     "stack": stack_away,
-    **{
-        f"{model} {form}, queries": functools.partial(queries_away, model=model, **options)
-        for model in QUERIES
-        for form, options in (("scanned", {"scan": True}), ("unrolled", {}))
-    },
+    **{f"{step}, queries": functools.partial(queries_away, step=step) for step in STEPS},
     "gpt2 scanned, q, k and v": functools.partial(heads_away, scan=True),
     "gpt2 unrolled, q, k and v": heads_away,
     "gpt2-xl unrolled, half": functools.partial(half_away, rest="recompute"),

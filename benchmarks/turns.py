@@ -48,12 +48,8 @@ WITHOUT = {
     ),
 }
 """What of a plan's own options is left away."""
-TRANSFERS: dict[str, dict[str, Any]] = {
-    f"{model} {form}": {"name": model, "dtype": jnp.bfloat16, **options}
-    for model in offload.QUERIES
-    for form, options in (("scanned", {"scan": True}), ("unrolled", {}))
-}
-"""Arguments of `models.build`."""
+TRANSFERS = {step: model for step, model in offload.STEPS.items() if step != "llama3-8b scanned"}
+"""The steps whose queries move, but for one whose state is too large to have a copy beside it."""
 POLICIES = ("gpt2 scanned", "llama scanned")
 VARIANTS = {
     "policies": ("plain", *(v for p in policies.POLICIES if p != "sqrt" for v in (p, PLAN + p))),
@@ -86,11 +82,8 @@ def ahead(what: str, step: str, target: str, plans: Path, **options: Any) -> Row
 
 def pinned(step: str, target: str, **options: Any) -> Iterator[tuple[str, jdelta.Plan]]:
     """The plans that have the queries on the device, and on the host."""
-    case = case_of("transfers", step, **options)
-    args = case.state, case.batch
     for variant, decision in ((KEPT, "save"), (AWAY, "offload")):
-        pin = {"*": "recompute", offload.QUERIES[TRANSFERS[step]["name"]]: decision}
-        yield variant, jdelta.plan(case.step, None, *args, target=target, donate_argnums=0, pin=pin)
+        yield variant, offload.queries(step, target, decision, **options)
 
 
 def as_by_hand(step: str, target: str, **options: Any) -> Iterator[tuple[str, jdelta.Plan | None]]:
