@@ -208,8 +208,20 @@ def test_savings():
     assert least["plan"]["floor"] <= plan["compiled_peak"] <= plan["budget"]
     cells = savings.cells({**STEP, "units": "marked", "of": "activation", "saving": 0.2, **r})
     assert len(cells) == len(savings.HEADS)
-    total = savings.row(**STEP, units="marked", of="total", saving=0.99)
+    total = savings.row(**STEP, units="marked", of="total", saving=0.7)
     assert "below the floor" in total["plan"]["error"]
+    jobs = [
+        {"of": "floor", "saving": None, **least},
+        {"of": "activation", "saving": 0.2, **r},
+        {"of": "total", "saving": 0.7, **total},
+    ]
+    table = savings.markdown([{**STEP, "units": "marked", **job} for job in jobs])
+    total_line, activation_line = (line.split(" | ") for line in table.split("\n")[2:])
+    assert total_line[-2] == savings.BELOW
+    assert activation_line[-5:-1] == [""] * 4
+    taken, plain = (int(activation_line[at]) for at in (5, 4))
+    assert taken * 2**20 == pytest.approx(least["plan"]["floor"] - figures["resident"], abs=2**19)
+    assert taken < plain
 
 
 def test_simulation(monkeypatch):
