@@ -7,7 +7,8 @@ on a TPU v5e these take the link longer than a forward pass takes. So GPT-2, BER
 have rows with nothing but the queries on the host, and the rest recomputed; Llama 3 only where its
 weights fit. GPT2-XL (unrolled, otherwise as GPT-2) has every second residual on the host, as many
 as make up half of the bytes, and recomputes or keeps the rest; its peak stands beside that of
-`jax.checkpoint` around each block, and *kept* is what the plan keeps in them.
+`jax.checkpoint` around each block, and *kept* is what the plan keeps in them: both together are its
+budget.
 All figures are the compiler's, ahead of time; what is hidden is read off its schedule.
 
     python -m benchmarks.offload --target cuda:h100 --json rows.json
@@ -124,7 +125,10 @@ def stack_away(target: str) -> tuple[Row, jdelta.Plan]:
 
 
 def half_away(target: str, rest: str) -> tuple[Row, jdelta.Plan]:
-    """GPT2-XL with half of its residuals' bytes on the host, and the rest recomputed or saved."""
+    """GPT2-XL with half of its residuals' bytes on the host, and the rest recomputed or saved.
+
+    The budget is the peak of recompute by hand, and what is kept.
+    """
     hand = programs.traced(build("gpt2-xl", **GPT2, remat=checkpoint("gpt2-xl")), target)
     case = build("gpt2-xl", **GPT2, remat=jdelta.remat)
     args = case.state, case.batch
@@ -134,9 +138,11 @@ def half_away(target: str, rest: str) -> tuple[Row, jdelta.Plan]:
     order = (*movable[::2], *movable[1::2])
     filled = itertools.accumulate(r.bytes for r in order)
     half = sum(r.bytes for r in needed) / 2
-    away = [r.name for r, total in zip(order, filled, strict=True) if total <= half]
+    away = {r.name for r, total in zip(order, filled, strict=True) if total <= half}
+    here = (r.bytes for r in needed if r.name not in away and not r.boundary)
+    budget = hand.measured.peak + (sum(here) if rest == "save" else 0)
     pin = {"*": rest, **dict.fromkeys(map(glob.escape, away), "offload")}
-    plan = jdelta.plan(case.step, None, *args, target=target, donate_argnums=0, pin=pin)
+    plan = jdelta.plan(case.step, budget, *args, target=target, donate_argnums=0, pin=pin)
     return {"by_hand": hand.measured.peak}, plan
 
 

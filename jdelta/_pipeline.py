@@ -178,7 +178,8 @@ def backward_loop(
             # One after the other, as the link will have it: XLA hides each as if it were alone.
             tied = (env[stop], coming[-1], following)
             env[stop], coming[-1], row = lax.optimization_barrier(tied)
-            coming.append(fetch(stacks[len(coming)], names[len(coming)], row))
+            if len(coming) < len(stacks):
+                coming.append(fetch(stacks[len(coming)], names[len(coming)], row))
 
         after = {i: functools.partial(next_fetch, v) for i, v in stops.items()}
         outputs = _jax.evaluate_with(body, [*loop.consts, *values, *slices], {}, after)
@@ -194,21 +195,25 @@ def backward_loop(
 
 
 def _stops(body: Jaxpr, loop: Scan, sizes: Sequence[int], clock: Clock) -> dict[int, Var]:
-    """Values of a body by which each fetch but the last should be done.
+    """Values of a body by which each fetch should be done.
 
     The compute of an iteration is shared out by bytes. Only values that the next iteration depends
     on, and that depend on the one before, come in question; and only operands of products, which
-    are written to memory anyway.
+    are written to memory anyway. XLA:GPU counts instructions to know how early a fetch has to
+    start, and an iteration ends with many short ones: so there the last fetch is done before those,
+    while a TPU's compiler has the rest of the iteration for it.
     """
     eqns = _jax.open_jaxpr(body).eqns
     path = operands_on_path(body, loop.n_consts, loop.n_carry)
     done = list(itertools.accumulate(clock.each(body)))
-    goals = [done[-1] * part / sum(sizes) for part in itertools.accumulate(sizes[:-1])]
+    fitting = {i: v for i, eqn in enumerate(eqns) for v in reversed(eqn.outvars) if v in path}
+    shared = done[max(fitting)] if clock.platform == "cuda" and fitting else done[-1]
+    ends = [shared * (part / sum(sizes)) for part in itertools.accumulate(sizes)]
+    goals = [end for end in ends if end < done[-1]]
     stops: dict[int, Var] = {}
-    for index, eqn in enumerate(eqns):
-        fitting = [v for v in eqn.outvars if v in path]
-        if goals and fitting and done[index] >= goals[0]:
-            stops[index] = fitting[0]
+    for index, value in fitting.items():
+        if goals and done[index] >= goals[0]:
+            stops[index] = value
             goals.pop(0)
     return stops
 

@@ -13,7 +13,7 @@ from compilers import TARGETS, fast, needs_cuda
 
 import jdelta
 from benchmarks.models import find
-from benchmarks.offload import by_hand, shapes, size, stack
+from benchmarks.offload import by_hand, queries, shapes, size, stack
 from benchmarks.offload import layer as stack_layer
 from jdelta import BudgetError, Decision, _jax, _timing, _transfer
 from jdelta._boundary import with_boundaries
@@ -274,6 +274,17 @@ def test_copies_start_after_the_loops_of_an_iteration(products, waiting):
     assert names.count("optimization_barrier") == waiting
     if waiting:
         assert names.index("scan") < names.index("optimization_barrier")
+
+
+@pytest.mark.parametrize(("platform", "is_done"), [("cuda", True), ("tpu", False)])
+def test_a_product_waits_for_the_last_fetch_of_an_iteration_on_a_gpu(platform, is_done):
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    jaxpr, _ = check(looped(), (stacked(4), x), platform, away=("*/cos",))
+    _, backward = (e for e in _jax.open_jaxpr(jaxpr).eqns if e.primitive.name == "scan")
+    eqns = _jax.open_jaxpr(backward.params["jaxpr"]).eqns
+    *_, last = filter(_transfer.crosses_to_device, eqns)
+    waiting = _jax.dependents(eqns, last.outvars)
+    assert any(eqns[i].primitive.name == "dot_general" for i in waiting) == is_done
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
@@ -585,3 +596,10 @@ def test_transfers_of_a_loop_run_behind_compute(target):
     assert plan.host_bytes >= 6 * 8192 * 256 * 2
     assert plan.overlap.bytes_out >= 6 * 8192 * 256 * 2
     assert plan.overlap.hidden > 0.8
+
+
+@pytest.mark.compiler
+@needs_cuda
+@pytest.mark.parametrize("target", ["cuda:h100", AMPERE])
+def test_queries_of_a_gpt2_hide_in_a_loop(target):
+    assert queries("gpt2 scanned", target, "offload").overlap.hidden > 0.95
