@@ -2,9 +2,10 @@
 
 XLA ends every transfer of a loop in the iteration that starts it, so what a body makes late, or
 reads early, is not hidden. Hence the forward loop carries what it made and copies it to the host in
-the *next* iteration; the last iteration's values stay on the device, since the backward loop needs
-them first. The backward loop carries what it will need and fetches it in the iteration *before*.
-Each takes one more buffer per offloaded value.
+the *next* iteration (on a TPU only where that hides what its own cannot); the last iteration's
+values stay on the device, since the backward loop needs them first. The backward loop carries what
+it will need and fetches it in the iteration *before*. Each takes one more buffer per offloaded
+value.
 """
 
 from __future__ import annotations
@@ -91,6 +92,27 @@ def fetches_back(eqn: Eqn, stack: Var, maker: Eqn) -> bool:
     loop = Scan.of(eqn, eqn.invars)
     rows = [x for x, is_away in zip(loop.xs, loop.fetched()[1], strict=True) if is_away]
     return mirrored and same and any(x is stack for x in rows)
+
+
+def hides_next(eqn: Eqn, clock: Clock, slack: float) -> bool:
+    """Whether an iteration of a loop hides its copies to the host only if the next one makes them.
+
+    So it is where what is computed from the values in their own is too short; the compiler may do
+    the rest (dropout masks, say) before. The link takes one copy after the other.
+
+    Args:
+        eqn: The ``scan``.
+        clock: Prices the iteration.
+        slack: Times its own seconds that a copy is given.
+    """
+    body = _jax.inline(eqn.params["jaxpr"])
+    eqns, seconds = _jax.open_jaxpr(body).eqns, clock.each(body)
+    free = taken = 0.0
+    for inner in filter(_transfer.crosses_to_host, eqns):
+        copy = slack * clock.bytes(inner.outvars[0]) / clock.rates.device_to_host
+        made = sum(seconds) - sum(seconds[i] for i in _jax.dependents(eqns, inner.invars))
+        free, taken = max(free, made) + copy, taken + copy
+    return taken <= sum(seconds) < free
 
 
 def forward_loop(

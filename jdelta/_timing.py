@@ -40,7 +40,15 @@ from jdelta._chips import Rates
 from jdelta._gradients import Gradients, has_regions, narrowed, start, tie, widen
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._loop_gradients import with_gradients_in_place
-from jdelta._pipeline import Clock, Late, backward_loop, fetches_back, forward_loop, is_heavy
+from jdelta._pipeline import (
+    Clock,
+    Late,
+    backward_loop,
+    fetches_back,
+    forward_loop,
+    hides_next,
+    is_heavy,
+)
 from jdelta._primitives import MATMULS
 from jdelta._scan import Scan
 from jdelta._shardy import UNSHARDED, Shardings
@@ -51,7 +59,7 @@ TIMED = frozenset({"cuda", "tpu"})
 """Platforms whose compiler leaves transfers exposed unless they are timed."""
 
 TIED = frozenset({"cuda"})
-"""Platforms where copies are tied to other values and forward loops write late: a TPU undoes
+"""Platforms where copies are tied to other values and every forward loop writes late: a TPU undoes
 offload behind barriers, and runs copies to the host beside compute by itself. Gradients of weights
 are tied there even if nothing is offloaded: XLA:GPU put off those of all layers of some plans of an
 unrolled GPT-2, and those of the head over the whole backward loop: 10 % of their temporaries."""
@@ -176,7 +184,7 @@ class _Timing:
             self._time_copies()
             self.head = self._head() if self.tied and not self.least else None
             self.fetches = self._fetches()
-        self.late = self._late() if self.tied else frozenset()
+        self.late = self._late() if self.tied or not self.least else frozenset()
         self.stacked = [] if self.tied else self._stacked()
         ways = {"loops": self.tied, "vectors": self.offloads}
         self.gradients = Gradients.of(self.program, self.units, **ways)
@@ -321,6 +329,7 @@ class _Timing:
             if eqn.primitive.name == "scan"
             for v in filter(is_host, eqn.outvars)
             if v not in results and len(readers[v]) == 1 and fetches_back(readers[v][0], v, eqn)
+            if self.tied or hides_next(eqn, self.clock, SLACK[self.clock.platform])
         )
 
     def _stops(self) -> dict[int, Var]:

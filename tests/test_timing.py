@@ -276,6 +276,22 @@ def test_copies_start_after_the_loops_of_an_iteration(products, waiting):
         assert names.index("scan") < names.index("optimization_barrier")
 
 
+@pytest.mark.parametrize(
+    ("away", "link", "is_late"),
+    [("*/cos", 1e15, True), ("*/cos", 1e3, False), ("*/tanh", 1e15, False)],
+    ids=["nothing after it", "no iteration is enough", "enough after it"],
+)
+def test_a_tpu_copies_an_iteration_late_where_only_the_next_one_hides_it(away, link, is_late):
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    rates = dataclasses.replace(TARGET.rates, device_to_host=link, host_to_device=link)
+    for reverse in (False, True):
+        step = looped(reverse=reverse)
+        jaxpr, gone = check(step, (stacked(4), x), "tpu", (away,), rates)
+        forward = next(e for e in _jax.open_jaxpr(jaxpr).eqns if e.primitive.name == "scan")
+        assert gone == 1
+        assert _jax.scan_counts(forward.params)[1] == 1 + is_late
+
+
 @pytest.mark.parametrize(("platform", "is_done"), [("cuda", True), ("tpu", False)])
 def test_a_product_waits_for_the_last_fetch_of_an_iteration_on_a_gpu(platform, is_done):
     x = jax.random.normal(jax.random.key(1), (4, 8))
