@@ -44,8 +44,7 @@ class Scan:
 
     def fetched(self) -> tuple[Jaxpr, list[bool]]:
         """The body taking rows fetched already, and which of its rows those are."""
-        body, fetched = _transfer.with_fetched_inputs(self.body)
-        return body, fetched[self.n_consts + self.n_carry :]
+        return _transfer.with_fetched_inputs(self.body, self.n_consts + self.n_carry)
 
     def stacked(self, body: Jaxpr) -> list[Any]:
         """What the body stacks."""

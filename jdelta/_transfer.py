@@ -40,26 +40,28 @@ def is_transfer(eqn: Eqn) -> bool:
     return _jax.on_host(eqn.invars[0].aval) != _jax.on_host(eqn.outvars[0].aval)
 
 
-def with_fetched_inputs(closed: Jaxpr) -> tuple[Jaxpr, list[bool]]:
+def with_fetched_inputs(closed: Jaxpr, skip: int = 0) -> tuple[Jaxpr, list[bool]]:
     """The program taking from the device what it would fetch from the host at once.
 
     An input on the host that the program only fetches is replaced by the fetched value.
 
+    Args:
+        closed: The program.
+        skip: How many of its first inputs to leave alone.
+
     Returns:
-        The program, and for each input whether it was replaced.
+        The program, and for each further input whether it was replaced.
     """
     inner = _jax.open_jaxpr(closed)
     fetches = {e.invars[0]: e for e in inner.eqns if crosses_to_device(e)}
     reads = Counter(v for e in inner.eqns for v in e.invars if _jax.is_var(v))
     reads.update(v for v in inner.outvars if _jax.is_var(v))
-    replaced = [v in fetches and reads[v] == 1 for v in inner.invars]
-    gone = {
-        id(fetches[v]) for v, is_replaced in zip(inner.invars, replaced, strict=True) if is_replaced
-    }
-    invars = [
-        fetches[v].outvars[0] if r else v for v, r in zip(inner.invars, replaced, strict=True)
-    ]
+    rest = inner.invars[skip:]
+    replaced = [v in fetches and reads[v] == 1 for v in rest]
+    gone = {id(fetches[v]) for v, is_replaced in zip(rest, replaced, strict=True) if is_replaced}
+    near = [fetches[v].outvars[0] if r else v for v, r in zip(rest, replaced, strict=True)]
     eqns = [e for e in inner.eqns if id(e) not in gone]
+    invars = [*inner.invars[:skip], *near]
     return _jax.rebuild(closed, eqns, inner.outvars, invars=invars), replaced
 
 

@@ -390,7 +390,8 @@ def test_a_stack_that_something_else_reads_is_not_written_late():
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize(
-    ("model", "scan"), [("gpt2", False), ("gpt2", True), ("bert-base", False), ("llama", True)]
+    ("model", "scan"),
+    [("gpt2", False), ("gpt2", True), ("bert-base", False), ("llama", True), ("t5-large", True)],
 )
 def test_models_train_the_same_with_everything_offloaded(model, scan, platform):
     config = dataclasses.replace(find(model).small(), scan=scan, layers=4)
