@@ -194,7 +194,7 @@ def backward_loop(
         following = row - 1 if loop.reverse else row + 1
         fetched, here = iter(ready), iter(rows)
         slices = [next(fetched) if is_away else next(here) for is_away in away]
-        coming = [fetch(stacks[0], names[0], following)]
+        coming = [fetch(stacks[0], names[0], following)] if stacks else []
 
         def next_fetch(stop: Var, env: _jax.Env) -> None:
             # One after the other, as the link will have it: XLA hides each as if it were alone.

@@ -389,6 +389,23 @@ def test_a_stack_that_something_else_reads_is_not_written_late():
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_loop_may_fetch_nothing_but_what_all_its_iterations_read(platform):
+    def step(ws, x, bias):
+        away = jax.device_put(jnp.sin(bias), jax.memory.Space.Host)
+
+        def body(x, w):
+            return jnp.tanh(x @ w + jax.device_put(away, jax.memory.Space.Device)), None
+
+        return jax.lax.scan(body, x, ws)[0]
+
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    args = stacked(3), x, jnp.arange(8.0)
+    staged = jax.make_jaxpr(step)(*args)
+    (result,) = jax.jit(timed(staged, TARGET.rates, platform))(*args)
+    np.testing.assert_allclose(result, step(*args), rtol=2e-5)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize(
     ("model", "scan"),
     [("gpt2", False), ("gpt2", True), ("bert-base", False), ("llama", True), ("t5-large", True)],
