@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from benchmarks import policies, programs, record, steps
+from benchmarks.budgets import refusal
 from benchmarks.record import Row, bound, mib, share
 
 KINDS = ("floor", "total", "activation")
 SAVINGS = (0.4, 0.5, 0.6, 0.7)
 DELTA = {"resnet50", "resnet101", "bert-large scanned", "bert-large unrolled"}
 PAPER = (*SAVINGS, 0.72)
-BELOW = "below floor"
 HEADS = (
     "step target units of saving plain resident budget floor peak saved overhead estimate".split()
 )
@@ -89,7 +89,7 @@ def cells(r: Row) -> list[str]:
     head = [*(r[k] for k in ("step", "target", "units", "of")), saving]
     head += [*map(mib, sizes), bound(plan, "floor")]
     if "error" in plan:
-        return [*head, BELOW]
+        return [*head, refusal(plan)]
     promised = share(plan["overhead"], plan["step_seconds"])
     return [*head, mib(plan["compiled_peak"]), saved(r), overhead(r), promised]
 
@@ -143,7 +143,7 @@ def _added(r: Row | None) -> str:
     """A cell of the table: empty where no plan was asked for."""
     if r is None:
         return ""
-    return BELOW if "error" in r["plan"] else overhead(r)
+    return refusal(r["plan"]) if "error" in r["plan"] else overhead(r)
 
 
 def main() -> None:

@@ -217,7 +217,7 @@ def test_savings():
     ]
     table = savings.markdown([{**STEP, "units": "marked", **job} for job in jobs])
     total_line, activation_line = (line.split(" | ") for line in table.split("\n")[2:])
-    assert total_line[-2] == savings.BELOW
+    assert total_line[-2] == "below floor"
     assert activation_line[-5:-1] == [""] * 4
     taken, plain = (int(activation_line[at]) for at in (5, 4))
     assert taken * 2**20 == pytest.approx(least["plan"]["floor"] - figures["resident"], abs=2**19)
