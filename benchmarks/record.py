@@ -113,11 +113,11 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([head, "|" + "---|" * len(lines[0]), *rest])
 
 
-def grouped(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
-    """The rows of each step and target."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+def grouped(rows: Iterable[Row], *others: str) -> dict[tuple[str, ...], list[Row]]:
+    """The rows of each step and target that agree in the other keys too."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for r in rows:
-        groups.setdefault((r["step"], r["target"]), []).append(r)
+        groups.setdefault(tuple(r[key] for key in ("step", "target", *others)), []).append(r)
     return groups
 
 

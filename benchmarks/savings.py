@@ -74,11 +74,16 @@ def _budget(plain: Row, of: str, saving: float) -> int:
     return int(resident + (1 - saving) * (plain["peak"] - resident))
 
 
+def counted(r: Row) -> tuple[int, int]:
+    """The plain peak and the plan's, bytes: total, or without what is resident."""
+    resident = r["plain"]["resident"] if r["of"] == "activation" else 0
+    return r["plain"]["peak"] - resident, r["plan"]["compiled_peak"] - resident
+
+
 def saved(r: Row) -> str:
-    """Part of the plain peak, total or without what is resident, that the plan saves."""
-    plain, peak = r["plain"], r["plan"]["compiled_peak"]
-    resident = plain["resident"] if r["of"] == "activation" else 0
-    return share(plain["peak"] - peak, plain["peak"] - resident)
+    """Part of the plain peak that the plan saves."""
+    plain, peak = counted(r)
+    return share(plain - peak, plain)
 
 
 def cells(r: Row) -> list[str]:
@@ -111,32 +116,18 @@ def jobs(step: str, target: str, units: str, kinds: Iterable[str]) -> Iterator[d
 
 def markdown(rows: list[Row]) -> str:
     """The table of the docs: a line for all savings of a step, total or of its activations."""
-    lines: dict[tuple[str, ...], list[Row]] = {}
-    for r in rows:
-        lines.setdefault((r["step"], r["target"], r["units"]), []).append(r)
-    shown = (brief(line, of) for line in lines.values() for of in KINDS[1:])
-    return record.table(BRIEF, shown)
+    lines = record.grouped(rows, "units").values()
+    return record.table(BRIEF, (brief(line, of) for line in lines for of in KINDS[1:]))
 
 
 def brief(rows: list[Row], of: str) -> list[str]:
     """What the plans of one step save at most, and what each saving adds to its seconds."""
-    least = min((r for r in rows if "error" not in r["plan"]), key=_peak)
-    counted = {**least, "of": of}
-    resident = least["plain"]["resident"] if of == "activation" else 0
-    sizes = least["plain"]["peak"] - resident, _peak(least) - resident
+    plans = (r for r in rows if "error" not in r["plan"])
+    least = {**min(plans, key=lambda r: r["plan"]["compiled_peak"]), "of": of}
     added = {r["saving"]: r for r in rows if r["of"] == of}
-    return [
-        *(least[k] for k in ("step", "target", "units")),
-        of,
-        *map(mib, sizes),
-        saved(counted),
-        overhead(least),
-        *(_added(added.get(saving)) for saving in PAPER),
-    ]
-
-
-def _peak(r: Row) -> int:
-    return r["plan"]["compiled_peak"]
+    head = [least[k] for k in ("step", "target", "units", "of")]
+    figures = [*map(mib, counted(least)), saved(least), overhead(least)]
+    return [*head, *figures, *(_added(added.get(saving)) for saving in PAPER)]
 
 
 def _added(r: Row | None) -> str:

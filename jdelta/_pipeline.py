@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +84,33 @@ class Late:
     shift: int
 
 
-def fetches_back(eqn: Eqn, stack: Var, maker: Eqn) -> bool:
-    """Whether an equation is a loop that fetches, in reverse, the rows that ``maker`` stacked."""
-    if eqn.primitive.name != "scan":
+def late_stacks(program: Jaxpr, writes_late: Callable[[Eqn], bool]) -> frozenset[Var]:
+    """Host stacks that are written late: only their loop's backward loop reads them.
+
+    Args:
+        program: The flat program.
+        writes_late: Whether a loop that could write late is to.
+    """
+    inner = _jax.open_jaxpr(program)
+    readers: dict[Var, list[Eqn]] = defaultdict(list)
+    for eqn in inner.eqns:
+        for v in filter(_jax.is_var, eqn.invars):
+            readers[v].append(eqn)
+    results = set(filter(_jax.is_var, inner.outvars))
+    late: set[Var] = set()
+    for eqn in inner.eqns:
+        if eqn.primitive.name == "scan":
+            hosts = [v for v in eqn.outvars if _transfer.is_host(v) and v not in results]
+            back = [v for v in hosts if _only_fetched_back(v, readers[v], eqn)]
+            late.update(back if back and writes_late(eqn) else ())
+    return frozenset(late)
+
+
+def _only_fetched_back(stack: Var, readers: Sequence[Eqn], maker: Eqn) -> bool:
+    """Whether all that reads a stack is a loop that fetches, in reverse, what ``maker`` stacked."""
+    if len(readers) != 1 or readers[0].primitive.name != "scan":
         return False
+    (eqn,) = readers
     mirrored = eqn.params["reverse"] != maker.params["reverse"]
     same = eqn.params["length"] == maker.params["length"]
     loop = Scan.of(eqn, eqn.invars)
@@ -107,12 +131,12 @@ def hides_next(eqn: Eqn, clock: Clock, slack: float) -> bool:
     """
     body = _jax.inline(eqn.params["jaxpr"])
     eqns, seconds = _jax.open_jaxpr(body).eqns, clock.each(body)
-    free = taken = 0.0
+    total, free, taken = sum(seconds), 0.0, 0.0
     for inner in filter(_transfer.crosses_to_host, eqns):
         copy = slack * clock.bytes(inner.outvars[0]) / clock.rates.device_to_host
-        made = sum(seconds) - sum(seconds[i] for i in _jax.dependents(eqns, inner.invars))
+        made = total - sum(seconds[i] for i in _jax.dependents(eqns, inner.invars))
         free, taken = max(free, made) + copy, taken + copy
-    return taken <= sum(seconds) < free
+    return taken <= total < free
 
 
 def forward_loop(

@@ -44,10 +44,10 @@ from jdelta._pipeline import (
     Clock,
     Late,
     backward_loop,
-    fetches_back,
     forward_loop,
     hides_next,
     is_heavy,
+    late_stacks,
 )
 from jdelta._primitives import MATMULS
 from jdelta._scan import Scan
@@ -184,7 +184,7 @@ class _Timing:
             self._time_copies()
             self.head = self._head() if self.tied and not self.least else None
             self.fetches = self._fetches()
-        self.late = self._late() if self.tied or not self.least else frozenset()
+        self.late = late_stacks(self.program, self._writes_late)
         self.stacked = [] if self.tied else self._stacked()
         ways = {"loops": self.tied, "vectors": self.offloads}
         self.gradients = Gradients.of(self.program, self.units, **ways)
@@ -317,20 +317,11 @@ class _Timing:
         made.difference_update(filter(_jax.is_var, _jax.open_jaxpr(self.program).outvars))
         return [[v for v in hosts if v in made] for hosts in self.needs]
 
-    def _late(self) -> frozenset[Var]:
-        readers: dict[Var, list[Eqn]] = defaultdict(list)
-        for eqn in self.eqns:
-            for v in filter(_jax.is_var, eqn.invars):
-                readers[v].append(eqn)
-        results = set(filter(_jax.is_var, _jax.open_jaxpr(self.program).outvars))
-        return frozenset(
-            v
-            for eqn in self.eqns
-            if eqn.primitive.name == "scan"
-            for v in filter(is_host, eqn.outvars)
-            if v not in results and len(readers[v]) == 1 and fetches_back(readers[v][0], v, eqn)
-            if self.tied or hides_next(eqn, self.clock, SLACK[self.clock.platform])
-        )
+    def _writes_late(self, loop: Eqn) -> bool:
+        """Whether a forward loop copies to the host what it made an iteration before."""
+        if self.tied:
+            return True
+        return not self.least and hides_next(loop, self.clock, SLACK[self.clock.platform])
 
     def _stops(self) -> dict[int, Var]:
         """Values of the forward pass that are in memory anyway, and that its end depends on."""

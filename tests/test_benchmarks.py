@@ -190,7 +190,8 @@ def test_hand_policies():
     r = hand_policies.row(**STEP, policy="nothing_saveable")
     hand, plan = r["hand"], r["plan"]
     peak = policies.same_peak(policies.program("nothing_saveable", **STEP))
-    assert plan["compiled_peak"] <= peak < 1.001 * hand["peak"]
+    assert plan["compiled_peak"] <= plan["budget"] <= peak
+    assert hand["peak"] <= peak < 1.001 * hand["peak"]
     assert r["plain_seconds"] < plan["price"]["seconds"] <= 1.1 * hand["price"]["seconds"]
     cells = hand_policies.cells({**STEP, "policy": "nothing_saveable", **r})
     assert len(cells) == len(hand_policies.HEADS)
@@ -388,8 +389,8 @@ def test_device_runs_steps():
     ]
     assert all(len(r["seconds"]) == 2 and len(r["warmup_seconds"]) == 3 for r in rows)
     assert all(r["loss"] == pytest.approx(rows[0]["loss"]) for r in rows)
-    hand = policies.program("nothing_saveable", "tiny", "cpu")
-    assert rows[3]["compiled_peak"] <= policies.same_peak(hand)
+    peak = policies.same_peak(policies.program("nothing_saveable", "tiny", "cpu"))
+    assert rows[3]["compiled_peak"] <= rows[3]["budget"] <= peak < 1.001 * rows[1]["compiled_peak"]
     assert -1 <= device.agreement(rows) <= 1
     assert [len(device.cells(r, rows)) - len(device.HEADS) for r in rows] == [-1, -1, -1, 0]
     early = {"step": "tiny", "variant": "plain", "target": "cpu"}
