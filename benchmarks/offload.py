@@ -9,7 +9,9 @@ weights fit. GPT2-XL (unrolled, otherwise as GPT-2) has every second residual on
 as make up half of the bytes, and recomputes or keeps the rest; its peak stands beside that of
 `jax.checkpoint` around each block, and *kept* is what the plan keeps in them: both together are its
 budget.
-All figures are the compiler's, ahead of time; what is hidden is read off its schedule.
+All figures are the compiler's, ahead of time; what is hidden is read off its schedule. On TPUs it
+is also read with the cycles that the compiler expects of its instructions, in brackets: those know
+what a product of such a shape makes of the matrix units, the roofline does not.
 
     python -m benchmarks.offload --target cuda:h100 --json rows.json
 """
@@ -163,6 +165,10 @@ def row(step: str, target: str) -> Row:
     away = [r for r in plan.residuals if chosen[r.name] is jdelta.Decision.OFFLOAD]
     kept = [r for r in plan.residuals if chosen[r.name] is jdelta.Decision.SAVE]
     overlap = plan.overlap
+    noted: Row = {}
+    if target in programs.PER_CYCLE:
+        text = plan.compiled.as_text() or ""
+        noted = {"by_cycles": programs.overlap_by_cycles(text, resolve(target)).hidden}
     return {
         **found,
         "compiled_peak": plan.compiled_peak,
@@ -171,6 +177,7 @@ def row(step: str, target: str) -> Row:
         "kept": sum(r.bytes for r in kept if r.needed and not r.boundary),
         "host": plan.host_bytes,
         "hidden": overlap.hidden,
+        **noted,
         "seconds_out": overlap.seconds_out,
         "seconds_in": overlap.seconds_in,
         "exposed_out": overlap.exposed_out,
@@ -183,16 +190,22 @@ def cells(r: Row) -> list[str]:
     taken = r.get("temporaries", r["compiled_peak"])
     kept = r.get("kept") if "by_hand" in r else None
     sizes = map(mib, (taken, r.get("by_hand"), kept, r["planned"], r["host"]))
-    return [r["step"], r["target"], *sizes, share(r["hidden"], 1.0)]
+    return [r["step"], r["target"], *sizes, hidden(r)]
+
+
+def hidden(r: Row) -> str:
+    """What a schedule hides, by the roofline and by the cycles that are noted on it."""
+    noted = f" ({share(r['by_cycles'], 1.0)})" if "by_cycles" in r else ""
+    return share(r["hidden"], 1.0) + noted
 
 
 def markdown(rows: list[Row]) -> str:
     """Two tables of the docs: peaks beside recompute by hand, and what schedules hide."""
     beside = (cells(r) for r in rows if "by_hand" in r)
-    hidden = {(r["step"], r["target"]): share(r["hidden"], 1.0) for r in rows if "by_hand" not in r}
+    shares = {(r["step"], r["target"]): hidden(r) for r in rows if "by_hand" not in r}
     lines = [
-        [step, *(hidden.get((step, target), "not run") for target in TARGETS)]
-        for step in dict.fromkeys(step for step, _ in hidden)
+        [step, *(shares.get((step, target), "not run") for target in TARGETS)]
+        for step in dict.fromkeys(step for step, _ in shares)
     ]
     return "\n\n".join([record.table(HEADS, beside), record.table(["program", *TARGETS], lines)])
 

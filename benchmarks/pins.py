@@ -19,7 +19,6 @@ import jdelta
 from benchmarks import programs, record
 from benchmarks.budgets import STEPS, TARGETS
 from benchmarks.models import build
-from benchmarks.prices import PER_CYCLE, clock
 from benchmarks.record import Row, mib
 from jdelta import Decision
 from jdelta._boundary import with_boundaries
@@ -70,8 +69,8 @@ def seconds(step: str, target: str, base: str, value: str | None) -> float:
     graph = emission.timeline.graph
     program = programs.Program(graph, emission.lower, made.target, emission.options)
     compiled = program.scheduled
-    if target in PER_CYCLE:
-        return compiled["cycles"] / clock(made.target)
+    if target in programs.PER_CYCLE:
+        return compiled["cycles"] / programs.clock(made.target)
     return compiled["scheduled"]
 
 

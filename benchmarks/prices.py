@@ -16,14 +16,10 @@ from benchmarks import programs, record
 from benchmarks.budgets import STEPS, TARGETS, refusal
 from benchmarks.models import build
 from benchmarks.record import Row
-from jdelta._target import Target
 
 SHARES = (None, 0.8, 0.6, 0.4)
 HEADS = "step target traced compiled above cycles above".split()
 ADDED = "step target budget estimate traced compiled".split()
-
-PER_CYCLE = {"tpu:v5e:2x2": 4 * 2 * 128 * 128}
-"""By target, what its four matrix units of 128 x 128 add and multiply in a cycle."""
 
 
 def row(step: str, target: str, share: float | None) -> Row:
@@ -56,14 +52,9 @@ def _seconds(plain: programs.Program) -> Row:
     if not compiled:
         return {"traced": traced}
     seconds = {"traced": traced, "compiled": compiled["scheduled"]}
-    if target.name in PER_CYCLE:
-        seconds["cycles"] = compiled["cycles"] / clock(target)
+    if target.name in programs.PER_CYCLE:
+        seconds["cycles"] = compiled["cycles"] / programs.clock(target)
     return seconds
-
-
-def clock(target: Target) -> float:
-    """Cycles in a second of a TPU."""
-    return target.rates.flops("bfloat16") / PER_CYCLE[target.name]
 
 
 def cells(r: Row) -> list[str]:

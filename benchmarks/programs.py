@@ -12,10 +12,12 @@ import jdelta
 from benchmarks.models import Case
 from benchmarks.record import Row
 from jdelta._call import call_of
+from jdelta._chips import Rates
 from jdelta._cost import program_seconds
 from jdelta._emit import Step, emit
 from jdelta._graph import Graph, graph_of
-from jdelta._hlo import Computation, Module, parse
+from jdelta._hlo import Computation, Instruction, Module, parse
+from jdelta._hlo_cost import seconds
 from jdelta._loop import read_loop
 from jdelta._marks import NOTHING, Computed
 from jdelta._measure import Measurement, measure
@@ -25,6 +27,9 @@ from jdelta._policy import Policy
 from jdelta._shardy import shardings_of
 from jdelta._target import Target, resolve
 from jdelta._trace import Trace, trace, walk
+
+PER_CYCLE = {"tpu:v5e:2x2": 4 * 2 * 128 * 128, "tpu:v5p:2x2x1": 8 * 2 * 128 * 128}
+"""By target, what its matrix units of 128 x 128 add and multiply in a cycle."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +125,30 @@ def expected_cycles(module: Module, computation: Computation) -> int:
         if instruction.opcode == "while":
             loop = read_loop(module, computation, instruction)
             total += loop.trips * expected_cycles(module, loop.body)
-        total += int(instruction.config.get("window_config", {}).get("estimated_cycles", 0))
+        total += noted_cycles(instruction)
     return total
+
+
+def noted_cycles(instruction: Instruction) -> int:
+    """The cycles that a TPU's compiler expects of an instruction; 0 where it notes none."""
+    return int(instruction.config.get("window_config", {}).get("estimated_cycles", 0))
+
+
+def clock(target: Target) -> float:
+    """Cycles in a second of a TPU of `PER_CYCLE`."""
+    return target.rates.flops("bfloat16") / PER_CYCLE[target.name]
+
+
+def overlap_by_cycles(text: str, target: Target) -> Overlap:
+    """The schedule of a program for a TPU, read by the cycles noted on it, else by the roofline."""
+
+    def price(
+        module: Module, computation: Computation, instruction: Instruction, rates: Rates
+    ) -> float:
+        noted = noted_cycles(instruction) / clock(target)
+        return noted or seconds(module, computation, instruction, rates)
+
+    return read_overlap(parse(text), target.rates, price)
 
 
 def traced(case: Case, target: str) -> Program:

@@ -1,9 +1,9 @@
 """How much of the transfers between device and host a compiled program hides behind compute.
 
 The text of a compiled program is its schedule. It is run here on three clocks: one for compute,
-which takes instruction after instruction at roofline speed, and one for each direction of the link
-to the host, which takes one transfer at a time. A transfer starts when its start is reached and
-the link is free; what is left of it when its done is reached is exposed.
+which takes instruction after instruction, at roofline speed unless it is told another, and one for
+each direction of the link to the host, which takes one transfer at a time. A transfer starts when
+its start is reached and the link is free; what is left of it when its done is reached is exposed.
 
 Left out: transfers and compute that take device memory's bandwidth from each other, copies between
 device memory and the memory on a TPU's chip, links between devices, and the time of launches.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,9 @@ from jdelta._chips import Rates
 from jdelta._hlo import HOST, Computation, Instruction, Module
 from jdelta._hlo_cost import seconds, traffic
 from jdelta._loop import read_loop
+
+Price = Callable[[Module, Computation, Instruction, Rates], float]
+"""What an instruction takes on the device, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Overlap:
 
     Attributes:
         transfers: The transfers in the order of their first execution.
-        compute: Roofline seconds of everything else in the program.
+        compute: Seconds of everything else in the program, at roofline speed or as it was priced.
     """
 
     transfers: tuple[Transfer, ...]
@@ -116,14 +119,15 @@ NO_TRANSFERS = Overlap((), 0.0)
 """Of a program that is not read: one that keeps nothing on the host, but for GPUs."""
 
 
-def read_overlap(module: Module, rates: Rates) -> Overlap:
+def read_overlap(module: Module, rates: Rates, price: Price = seconds) -> Overlap:
     """Reads the schedule of a compiled program.
 
     Args:
         module: The program as the compiler of a TPU or a GPU prints it.
         rates: Rates of the target.
+        price: Prices what computes.
     """
-    run = _Run(module, rates)
+    run = _Run(module, rates, price)
     now = _Clock()
     run.computation(now, run.module.entry)
     return Overlap(tuple(log.transfer() for log in now.logs.values()), now.compute)
@@ -235,6 +239,7 @@ class _Run:
     Attributes:
         module: What is run.
         rates: Rates of the target.
+        price: Prices what computes.
         prices: Known device seconds and bytes from and to the host, by computation and
             instruction.
         quiet: Known seconds of computations that move nothing, by name; ``None`` for the others.
@@ -242,6 +247,7 @@ class _Run:
 
     module: Module
     rates: Rates
+    price: Price = seconds
     prices: dict[tuple[str, str], tuple[float, int, int]] = field(
         default_factory=dict[tuple[str, str], tuple[float, int, int]]
     )
@@ -281,7 +287,7 @@ class _Run:
         key = computation.name, instruction.name
         if key not in self.prices:
             where = self.module, computation, instruction
-            self.prices[key] = seconds(*where, self.rates), *traffic(*where, HOST)
+            self.prices[key] = self.price(*where, self.rates), *traffic(*where, HOST)
         return self.prices[key]
 
     def _repeat(self, now: _Clock, body: Computation, trips: int) -> None:
