@@ -218,9 +218,11 @@ class Search:
         The floor is compiled only where it is in doubt that it fits, and where nothing else does.
         """
         floor, best = self._floor(), None
-        if floor.predicted > SURELY_BELOW * bound:
+        if floor.predicted > SURELY_BELOW * bound and not self._may_fail:
+            count = self._compiles.count
             floor = best = self._compiled_floor(bound)
-            most = max(most, self._compiles.count + 1)  # so that one more plan is tried
+            if self._compiles.count > count:  # so that one more plan is tried
+                most = max(most, self._compiles.count + 1)
         most += MORE_COMPILES if self.step.store and self.step.target.platform == "cpu" else 0
         known = self._remembered(bound, floor)
         most -= known is not None and not self._was_compiled(known)
