@@ -147,9 +147,10 @@ def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Comp
         others = other_versions(plan.versions)
         raise BudgetError(
             f"Compiled with donate_argnums={donate} the step needs "
-            f"{format_bytes(peak)}, over the budget of {format_bytes(plan.budget)}; "
-            f"it was planned with donate_argnums={plan.donate_argnums}"
-            f"{f' and with {others}' if others else ''}. Plan it again."
+            f"{format_bytes(peak)}, over the budget of {format_bytes(plan.budget)}. When it was "
+            f"planned, with donate_argnums={plan.donate_argnums}"
+            f"{f' and with {others}' if others else ''}, it took {format_bytes(plan.compiled_peak)}. "
+            "Plan it again, here."
         )
     return program
 

@@ -112,7 +112,7 @@ def test_other_donation_compiles_again_and_is_checked(half):
     kept(params, x)
     assert not params.is_deleted()
     tight = dataclasses.replace(half, budget=half.compiled_peak // 2)
-    with pytest.raises(BudgetError, match=r"donate_argnums=\(\) the step needs"):
+    with pytest.raises(BudgetError, match=r"donate_argnums=\(\) the step needs .*, it took "):
         tight.jit(donate_argnums=())(*arguments())
 
 
