@@ -145,12 +145,11 @@ def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Comp
     program, _, peak = _compiled(plan, call, donate)
     if program is None or peak > plan.budget:
         others = other_versions(plan.versions)
+        then = f"donate_argnums={plan.donate_argnums}{f' and with {others}' if others else ''}"
         raise BudgetError(
             f"Compiled with donate_argnums={donate} the step needs "
             f"{format_bytes(peak)}, over the budget of {format_bytes(plan.budget)}. When it was "
-            f"planned, with donate_argnums={plan.donate_argnums}"
-            f"{f' and with {others}' if others else ''}, it took {format_bytes(plan.compiled_peak)}. "
-            "Plan it again, here."
+            f"planned, with {then}, it took {format_bytes(plan.compiled_peak)}. Plan it again."
         )
     return program
 
