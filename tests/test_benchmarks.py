@@ -38,7 +38,7 @@ from benchmarks import (
     turns,
     unmarked,
 )
-from benchmarks.xla import dropout, gradients, kernels
+from benchmarks.xla import cycles, dropout, gradients, kernels
 from jdelta import TargetError, _largest
 from jdelta._files import Scope, hidden_scopes
 from jdelta._spill import SpillRates
@@ -47,7 +47,7 @@ from tests.versions import fails_in_jax_0_10_with_remat3
 SCRIPTS = [
     *(budgets, device, dropout, gradients, hand_policies, max_batch, offload, per_layer, savings),
     *(compiled_order, copying, pins, prices, resident, rok, simulation, small_order),
-    *(kernels, throttled, unmarked),
+    *(cycles, kernels, throttled, unmarked),
 ]
 STEP = {"step": "tiny", "target": "cpu"}
 
