@@ -149,6 +149,7 @@ class _Timing:
             `HEAD` stands for the head.
         written: When the last copy to the host can be done, in seconds of compute.
         is_bound: Whether the copies to the host take longer than the compute that could hide them.
+        is_bound_back: The same of the fetches.
         ties: From an index to a result of that equation and the host values to tie to it.
         starts: From an index to a result of that equation and the copies (by index) to start after.
         late: Host stacks that may be written late, since only one loop fetches them, in reverse.
@@ -168,6 +169,7 @@ class _Timing:
     fetches: dict[int, list[Var]] = field(init=False, default_factory=dict)
     written: float = field(init=False, default=0.0)
     is_bound: bool = field(init=False, default=False)
+    is_bound_back: bool = field(init=False, default=False)
     ties: dict[int, tuple[Var, list[Var]]] = field(init=False, default_factory=dict)
     starts: dict[int, tuple[Var, list[int]]] = field(init=False, default_factory=dict)
     late: frozenset[Var] = field(init=False)
@@ -199,8 +201,8 @@ class _Timing:
         into = [self._bytes(hosts) / self.clock.rates.host_to_device for hosts in self.needs]
         units = [_jax.single(self.eqns[index]) for index in self.units]
         compute = [self.clock.seconds(unit) for unit in units]
-        bound_by_link = sum(into) >= sum(compute)
-        distance = 0 if self.least else 1 if bound_by_link else MOST_AHEAD
+        self.is_bound_back = sum(into) >= sum(compute)
+        distance = 0 if self.least else 1 if self.is_bound_back else MOST_AHEAD
         issued: dict[int, list[Var]] = defaultdict(list)
         for number, hosts in enumerate(self.needs):
             start, hidden = number, 0.0
@@ -371,7 +373,7 @@ class _Evaluation:
         self.late: dict[Var, Late] = {}
         clock = timing.clock
         slot = math.inf if timing.is_bound else SLOT_SECONDS * clock.rates.device_to_host
-        in_turn = timing.is_bound or timing.least  # nothing hides then, or nothing has to
+        in_turn = timing.is_bound_back or timing.least  # little hides then, or nothing has to
         specs = clock.shardings.specs
         self.stacks = Stacks(timing.stacked, specs, slot=slot, in_turn=in_turn)
 

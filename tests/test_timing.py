@@ -341,7 +341,15 @@ def test_a_value_of_odd_length_that_is_alone_is_split_along_another_axis():
     assert (gone, transfers(jaxpr)) == (1, (3, 2))
 
 
-@pytest.mark.parametrize(("rates", "is_bound"), [(TARGET.rates, True), (FAST, False)])
+@pytest.mark.parametrize(
+    ("rates", "is_bound"),
+    [
+        (TARGET.rates, True),
+        (FAST, False),
+        (dataclasses.replace(FAST, device_to_host=TARGET.rates.device_to_host), False),
+    ],
+    ids=["slow", "quick", "slow to the host"],
+)
 def test_fetches_of_a_tpu_follow_the_cotangent_and_on_a_slow_link_each_other(rates, is_bound):
     x = jax.random.normal(jax.random.key(1), (4, 8))
     jaxpr, _ = check(unrolled(), (stacked(6), x), "tpu", away=("*/tanh",), rates=rates)
