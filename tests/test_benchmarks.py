@@ -40,8 +40,10 @@ from benchmarks import (
 )
 from benchmarks.xla import cycles, dropout, gradients, kernels
 from jdelta import TargetError, _largest
+from jdelta._chips import Rates
 from jdelta._files import Scope, hidden_scopes
 from jdelta._spill import SpillRates
+from jdelta._target import resolve
 from tests.versions import fails_in_jax_0_10_with_remat3
 
 SCRIPTS = [
@@ -137,6 +139,22 @@ def test_every_script_explains_itself(script, monkeypatch, capsys):
 def test_recompute_is_priced_above_the_plain_step(policy):
     added = by_hand(policy).price.compute - plain().price.compute
     assert 0 < added < plain().price.compute
+
+
+def test_cycles_of_a_tpus_compiler_are_read_where_it_notes_them():
+    rates = Rates((("bfloat16", 131072e3),), 1.0, 1.0, 1e3, 1.0, 1.0)
+    target = dataclasses.replace(resolve("tpu:v5e:2x2"), rates=rates)
+    noted = 'backend_config={"window_config":{"estimated_cycles":"500"}}'
+    text = f"""HloModule m, is_scheduled=true
+
+ENTRY %main (x: f32[50]) -> f32[50] {{
+  %x = f32[50]{{0}} parameter(0)
+  %y = f32[50]{{0}} negate(%x), {noted}
+  ROOT %z = f32[50]{{0}} negate(%y)
+}}
+"""
+    assert programs.clock(target) == 1e3
+    assert programs.overlap_by_cycles(text, target).compute == pytest.approx(0.5 + 0.4)
 
 
 def test_root_of_l_recomputes_once_more_than_per_block():

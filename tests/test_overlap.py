@@ -246,6 +246,18 @@ def test_transfers_of_a_loop(noted):
     assert overlap.compute == pytest.approx(7.5, abs=1e-5)
 
 
+def test_what_computes_may_be_priced_otherwise():
+    def price(_module, _computation, instruction, _rates):
+        return 0.75 if instruction.opcode == "negate" else 0.0
+
+    start, done = out()
+    text = parse(module(start, HALF_WORK, done))
+    assert read_overlap(text, RATES).hidden == pytest.approx(0.5)
+    overlap = read_overlap(text, RATES, price)
+    assert (overlap.compute, overlap.hidden) == (0.75, pytest.approx(0.75))
+    assert overlap.seconds_out == 1.0
+
+
 @pytest.mark.parametrize(
     ("this", "that", "trips"),
     [
