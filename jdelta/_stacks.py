@@ -11,8 +11,8 @@ A TPU's scheduler gives a copy the compute that it takes to be enough, and no mo
 at all goes to several slots: each part then has an instruction to hide behind that is often longer
 than the part needs (``benchmarks/offload.py`` has what this hides). And it ends a fetch as soon as
 anything can be done with it, however little: one that another waits for is exposed where it starts
-(all but the last of a GPT-2's on a v5p). So they take turns only where the backward pass is shorter
-than all of them and memory counts for more.
+(all but the last of a GPT-2's on a v5p). So they take turns only where memory counts for more: see
+``_timing.IN_TURN``.
 """
 
 from __future__ import annotations

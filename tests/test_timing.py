@@ -344,7 +344,7 @@ def test_a_value_of_odd_length_that_is_alone_is_split_along_another_axis():
 @pytest.mark.parametrize(
     ("rates", "is_bound"),
     [
-        (TARGET.rates, True),
+        (dataclasses.replace(TARGET.rates, host_to_device=TARGET.rates.host_to_device / 4), True),
         (FAST, False),
         (dataclasses.replace(FAST, device_to_host=TARGET.rates.device_to_host), False),
     ],
