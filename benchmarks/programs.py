@@ -18,7 +18,6 @@ from jdelta._emit import Step, emit
 from jdelta._graph import Graph, graph_of
 from jdelta._hlo import Computation, Instruction, Module, parse
 from jdelta._hlo_cost import seconds
-from jdelta._loop import read_loop
 from jdelta._marks import NOTHING, Computed
 from jdelta._measure import Measurement, measure
 from jdelta._overlap import Overlap, read_overlap
@@ -84,7 +83,8 @@ class Program:
             return {}
         module = parse(compiled.as_text() or "")
         overlap = read_overlap(module, self.target.rates)
-        return {"scheduled": overlap.seconds, "cycles": expected_cycles(module, module.entry)}
+        cycles = read_overlap(module, self.target.rates, noted_cycles).compute
+        return {"scheduled": overlap.seconds, "cycles": int(cycles)}
 
     def added(self, plain: "Program") -> float:
         """What its compiled instructions take more than those of the plain step, as a part of it.
@@ -118,20 +118,11 @@ class Program:
         return {**dataclasses.asdict(self.measured), "price": dataclasses.asdict(self.price)}
 
 
-def expected_cycles(module: Module, computation: Computation) -> int:
-    """The cycles that the compiler noted on its instructions; 0 where it notes none (CUDA)."""
-    total = 0
-    for instruction in computation:
-        if instruction.opcode == "while":
-            loop = read_loop(module, computation, instruction)
-            total += loop.trips * expected_cycles(module, loop.body)
-        total += noted_cycles(instruction)
-    return total
-
-
-def noted_cycles(instruction: Instruction) -> int:
-    """The cycles that a TPU's compiler expects of an instruction; 0 where it notes none."""
-    return int(instruction.config.get("window_config", {}).get("estimated_cycles", 0))
+def noted_cycles(
+    module: Module, computation: Computation, instruction: Instruction, rates: Rates
+) -> float:
+    """A price for `read_overlap`: the cycles that a TPU's compiler notes; 0 where it notes none."""
+    return float(instruction.config.get("window_config", {}).get("estimated_cycles", 0))
 
 
 def clock(target: Target) -> float:
@@ -145,8 +136,8 @@ def overlap_by_cycles(text: str, target: Target) -> Overlap:
     def price(
         module: Module, computation: Computation, instruction: Instruction, rates: Rates
     ) -> float:
-        noted = noted_cycles(instruction) / clock(target)
-        return noted or seconds(module, computation, instruction, rates)
+        where = module, computation, instruction, rates
+        return noted_cycles(*where) / clock(target) or seconds(*where)
 
     return read_overlap(parse(text), target.rates, price)
 
