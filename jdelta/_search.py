@@ -215,7 +215,8 @@ class Search:
     def _improve(self, bound: int, most: int) -> tuple[Candidate, Candidate]:
         """The best plan found for the budget, and the floor.
 
-        The floor is compiled only where it is in doubt that it fits, and where nothing else does.
+        The floor is compiled only where it is in doubt that it fits, and where nothing else does;
+        and not at all where another search has a plan.
         """
         floor, best = self._floor(), None
         if floor.predicted > SURELY_BELOW * bound and not self._may_fail:

@@ -52,7 +52,7 @@ from jdelta._pipeline import (
 from jdelta._primitives import MATMULS
 from jdelta._scan import Scan
 from jdelta._shardy import UNSHARDED, Shardings
-from jdelta._stacks import Stacks
+from jdelta._stacks import IN_TURN, Stacks
 from jdelta._transfer import is_host
 
 TIMED = frozenset({"cuda", "tpu"})
@@ -76,11 +76,6 @@ priced at, so there it adds up from copy to copy.
 
 SLOT_SECONDS = 0.45e-3
 """Seconds on the link of a copy that is short enough to hide behind an instruction of its own."""
-
-IN_TURN = 2.0
-"""Times the backward units' compute that fetches take from which on they wait for each other, for
-less memory. GPT-2's queries, keys and values, unrolled on a v5p, are at 1.4: 25 % is hidden without
-waiting, 15 % with it. The stack of ``benchmarks/offload.py`` is above 4."""
 
 HEAD = -1
 """Number of the head among the backward units: it comes before the first."""

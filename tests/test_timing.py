@@ -342,7 +342,7 @@ def test_a_value_of_odd_length_that_is_alone_is_split_along_another_axis():
 
 
 @pytest.mark.parametrize(
-    ("rates", "is_bound"),
+    ("rates", "in_turn"),
     [
         (dataclasses.replace(TARGET.rates, host_to_device=TARGET.rates.host_to_device / 4), True),
         (FAST, False),
@@ -350,7 +350,7 @@ def test_a_value_of_odd_length_that_is_alone_is_split_along_another_axis():
     ],
     ids=["slow", "quick", "slow to the host"],
 )
-def test_fetches_of_a_tpu_follow_the_cotangent_and_on_a_slow_link_each_other(rates, is_bound):
+def test_fetches_of_a_tpu_follow_the_cotangent_and_on_a_slow_link_each_other(rates, in_turn):
     x = jax.random.normal(jax.random.key(1), (4, 8))
     jaxpr, _ = check(unrolled(), (stacked(6), x), "tpu", away=("*/tanh",), rates=rates)
     eqns = _jax.open_jaxpr(_jax.inline(jaxpr)).eqns
@@ -371,7 +371,7 @@ def test_fetches_of_a_tpu_follow_the_cotangent_and_on_a_slow_link_each_other(rat
     indices = [sources(read.invars[1], set()) for read in reads]
     assert len(reads) == len(fetched) == 6
     waits = [before in index for before, index in zip(fetched, indices[1:], strict=False)]
-    assert waits == [is_bound] * 5
+    assert waits == [in_turn] * 5
     cotangents = [e.outvars for e in eqns if e.primitive.name == "dot_general"]
     computed = [sum(any(v in index for v in outs) for outs in cotangents) for index in indices]
     assert computed == sorted(computed)
