@@ -126,6 +126,26 @@ def too_small(
     )
 
 
+def nothing_kept(bound: int, plain: Candidate) -> BudgetError:
+    """The error of a budget below a step in which nothing is kept for a backward pass."""
+    measured = plain.measurement
+    assert measured is not None
+    parts = {
+        "arguments": measured.arguments,
+        "results": measured.outputs - measured.aliased,
+        "temporaries": measured.temporaries,
+    }
+    shares = ", ".join(f"{part} {format_bytes(size)}" for part, size in parts.items())
+    return BudgetError(
+        f"The budget of {format_bytes(bound)} is below the {format_bytes(plain.peak)} per device "
+        f"that the step needs ({shares}){_largest(plain.emission.timeline)}. It keeps nothing for "
+        "a backward pass, so there is nothing to recompute or to move: raise the budget, donate "
+        "what the step returns anew (donate_argnums), or give it less at once (a smaller batch, "
+        "or a jax.lax.map with batch_size=).",
+        floor=plain.peak,
+    )
+
+
 def _merged(undone: Sequence[str]) -> str:
     """What to do about XLA for CPUs, which merges recompute with what it repeats."""
     if not undone:

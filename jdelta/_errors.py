@@ -30,7 +30,7 @@ class TargetError(JdeltaError, ValueError):
 
 
 class TraceError(JdeltaError, ValueError):
-    """The step takes no gradient, or none through what is marked with ``jdelta.remat``."""
+    """JAX traces the step, but not with its units of recompute as regions of their own."""
 
 
 class SpillError(JdeltaError, RuntimeError):

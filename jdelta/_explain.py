@@ -14,7 +14,7 @@ from jdelta._format import format_array, format_bytes, format_seconds, format_so
 from jdelta._items import Items, items_of
 from jdelta._residual import Residual
 from jdelta._solver import Knapsack
-from jdelta._table import Row, rows
+from jdelta._table import NO_ROWS, Row, rows
 from jdelta._target import Target, published
 from jdelta._ways import offload_refusal
 
@@ -113,9 +113,8 @@ def explain(plan: Plan, name: str) -> tuple[Explanation, ...]:
     fitting = [r for r in plan.residuals if r.name == name or fnmatch.fnmatchcase(r.name, name)]
     if not fitting:
         known = ", ".join(r.name for r in plan.residuals[:8])
-        raise PlanMismatchError(
-            f"The plan has no residual called {name!r}. It has {known}… (print it to see all)"
-        )
+        there = f"It has {known}… (print it to see all)" if known else NO_ROWS
+        raise PlanMismatchError(f"The plan has no residual called {name!r}. {there}")
     where = _Explaining(plan, published(plan.target))
     return tuple(map(where.row, rows(fitting, plan.decisions)))
 

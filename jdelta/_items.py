@@ -326,14 +326,11 @@ def _pinned(
     for pattern, given in pin.items():
         decision = Decision(given)
         fitting = [r for r in residuals if fnmatch.fnmatchcase(r.name, pattern)]
-        if not fitting:
-            raise PlanMismatchError(
-                f"pin: no residual is called {pattern!r}; there are "
-                f"{', '.join(r.name for r in residuals[:8])}… (print a plan to see all)"
-            )
+        if not fitting and (residuals or pattern.strip("*")):  # "*" is all there is, if only none
+            raise PlanMismatchError(f"pin: no residual is called {pattern!r}; {_names(residuals)}")
         if decision is Decision.RECOMPUTE:
             fitting = [r for r in fitting if not r.boundary]
-        if not fitting:
+        if not fitting and residuals:
             raise PlanMismatchError(
                 f"pin: {pattern!r} fits only what enters a region, which jax.checkpoint keeps: "
                 "save or move it, or mark a larger unit with jdelta.remat"
@@ -344,6 +341,13 @@ def _pinned(
         if decision and (refusal := _refusal(r, ways, decision)):
             raise PlanMismatchError(f"pin: {r.name!r} cannot be {_DONE[decision]}: {refusal}")
     return pinned
+
+
+def _names(residuals: Sequence[Residual]) -> str:
+    if not residuals:
+        return "the step keeps nothing for a backward pass, so there are none"
+    shown = ", ".join(r.name for r in residuals[:8])
+    return f"there are {shown}… (print a plan to see all)"
 
 
 _ERRORS = {Decision.OFFLOAD: OffloadError, Decision.SPILL: SpillError}

@@ -187,7 +187,7 @@ def _remedies(step: Step, needed: int, made: Plan | None, floor: int | None) -> 
         )
     if floor is not None:
         yield (
-            f"No plan fits: with everything recomputed the step still needs {format_bytes(floor)}. "
+            f"No plan fits: the least that planning reaches is {format_bytes(floor)}. "
             f"Make the batch smaller, or spread the step over {math.ceil(floor / target.memory)} "
             "or more devices (what is alike on each of them is not divided)."
         )

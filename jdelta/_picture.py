@@ -158,7 +158,7 @@ def _alive(line: Timeline, rename: Callable[[Any], str]) -> Iterator[_Alive]:
 
 def _coarse(found: Sequence[Moment]) -> Iterator[Moment]:
     """The same with neighbours merged, the largest of them shown, until few enough are left."""
-    size = -(-len(found) // _FINEST)
+    size = max(1, -(-len(found) // _FINEST))
     for start in range(0, len(found), size):
         part = found[start : start + size]
         most = max(part, key=lambda m: m.bytes)

@@ -100,9 +100,10 @@ def plan(
     """Plan a training step to a memory budget, compile it under the plan and check it.
 
     Args:
-        step_fn: Any function that ``jax.jit`` accepts and that takes a gradient inside. Its units
-            of recompute are those marked by ``jdelta.remat``; if none is, they are found in the
-            program. It is not edited.
+        step_fn: Any function that ``jax.jit`` accepts. Where it takes a gradient inside, its units
+            of recompute are those marked by ``jdelta.remat``; if no gradient goes through any, they
+            are found in the program. A function without a gradient (evaluation, prefill) has
+            nothing to decide: it fits the budget as it is, or not. It is not edited.
         budget: Bound on the peak per device of the whole compiled step: bytes (``int``), a size
             (``"14GiB"``, ``"14GB"``), or a share of the plain step's compiled peak (``0.5``,
             ``"50%"``). Default: the target's memory less 5 %.
@@ -143,7 +144,7 @@ def plan(
     Raises:
         BudgetError: The budget is malformed, above the target's memory, or below the floor; or more
             is pinned to the host than ``host_budget``.
-        TraceError: The step takes no gradient, or none through what is marked.
+        TraceError: JAX traces the step, but not cut into units of recompute.
         TargetError: The target is unknown or its compiler is not installed.
         OffloadError: The compiled program does not offload what was planned, or a pattern of
             ``pin`` offloads nothing.

@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jdelta._budget import Budget
-from jdelta._candidate import GOOD_USE, Candidate, Found, not_there, too_small, wrong_order
+from jdelta._candidate import (
+    GOOD_USE,
+    Candidate,
+    Found,
+    not_there,
+    nothing_kept,
+    too_small,
+    wrong_order,
+)
 from jdelta._compiles import Compiles, Correction
 from jdelta._decision import Decision
 from jdelta._emit import Emission, Step, emit
@@ -110,8 +118,12 @@ class Search:
             self._extra += items.recompute_seconds(everything)
 
     def bound(self, budget: Budget) -> int:
-        """The budget in bytes; the plain step is compiled if it is a share, or may fit."""
-        if budget.share is not None or self._may_fit(budget):
+        """The budget in bytes; the plain step is compiled if it is a share, or may fit.
+
+        It is compiled too where nothing can be decided: there is no other program then.
+        """
+        undecided = bool(self.items.residuals)
+        if budget.share is not None or not undecided or self._may_fit(budget):
             self._plain = self._compile(self._plain)
         return budget.bytes or int((budget.share or 1.0) * self._plain.peak)
 
@@ -164,6 +176,8 @@ class Search:
         plain = self._plain
         if self.plain_fits(bound):
             return Found(plain, bound, plain.peak, plain.peak, (), self._compiles.count)
+        if not self.items.residuals:
+            raise nothing_kept(bound, plain)
         best, floor = self._improve(bound, most)
         estimates = {"floor": floor, "ceiling": plain}
         return Found(

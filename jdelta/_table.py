@@ -20,6 +20,9 @@ NUMBERED = re.compile(r"(?<=_)\d+(?=/|$)|(?<![^/])\d+(?=/|$)")
 HEAD = ("residual", "count", "shape", "bytes", "decision", "why")
 """Titles of the table's columns."""
 
+NO_ROWS = "The step keeps nothing for a backward pass: there is nothing to decide."
+"""What to say in place of a table without rows."""
+
 _SMALL = 0.002
 _ORDER = {Decision.SAVE: 0, Decision.OFFLOAD: 1, Decision.SPILL: 2, Decision.RECOMPUTE: 3}
 
@@ -94,6 +97,8 @@ def rows(residuals: Sequence[Residual], decisions: Mapping[str, Decision]) -> li
 
 def format_table(table: Sequence[Row]) -> str:
     """The rows as aligned text; small ones, and those no decision is needed for, in one line."""
+    if not table:
+        return NO_ROWS
     visible, rest = shown(table)
     lines = aligned(HEAD, list(map(cells, visible)))
     return "\n".join([*lines, rest] if rest else lines)

@@ -6,13 +6,12 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jdelta import _jax
 from jdelta._automatic import tracing
-from jdelta._errors import TraceError
 from jdelta._graph import Graph, graph_of
 from jdelta._naming import RegionName
 from jdelta._nest import Nest, walk
@@ -49,12 +48,13 @@ class Region:
 
 @dataclass(frozen=True)
 class Trace:
-    """A training step as one program.
+    """A step as one program.
 
     Attributes:
         graph: The un-rematerialised step, with the names of its regions' values in it.
-        regions: Its regions, in the order of the forward pass.
-        automatic: Whether they were found in the program, since nothing is marked.
+        regions: Its regions, in the order of the forward pass. Without a gradient there are none.
+        automatic: Whether they were found in the program, since no gradient goes through any that
+            is marked.
         grouping: How its loops over layers are run.
         fingerprint: Digest of the program; equal programs have equal ones on every process.
     """
@@ -103,29 +103,21 @@ def trace(
     platform: str = "cpu",
     grouping: Grouping = AS_WRITTEN,
 ) -> Trace:
-    """Stage a step and find its regions: those that are marked, or its own where none is.
+    """Stage a step and find its regions: those marked, or its own if no gradient reaches those.
 
     Args:
         step_fn: The step.
         *args: Its arguments, or their shapes, with their shardings.
         platform: Where it is to run.
         grouping: How its loops over layers are to be run.
-
-    Raises:
-        TraceError: The step takes no gradient, or none through a region.
     """
-    session, closed = _staged(step_fn, args, Session(grouping=grouping))
-    if not session.called:
-        session, closed = _staged(step_fn, args, Session(automatic=True, grouping=grouping))
-    shardings = shardings_of(closed, args, platform)
-    graph = graph_of(closed, shardings)
-    found: dict[str, Nest] = {}
-    for op, nest in walk(graph):
-        if isinstance(op.name, RegionName) and op.name.loops == 0:
-            # JAX hoists what does not change out of loops: the deepest values tell.
-            deepest = found.get(op.name.region, nest)
-            found[op.name.region] = max(deepest, nest, key=lambda n: (n.loops, n.trips))
-    _check(session, found)
+
+    def staged(*, automatic: bool) -> _Staged:
+        return _staged(step_fn, args, Session(automatic=automatic, grouping=grouping), platform)
+
+    marked = staged(automatic=False)
+    is_found = not marked.nests and marked.session.gradients > 0
+    session, shardings, graph, found = staged(automatic=True) if is_found else marked
     names = _plan_names(list(found))
     conditional = _in_branches(graph)
     held = _bytes_by_name(graph)
@@ -147,11 +139,41 @@ def trace(
     return Trace(graph, regions, session.automatic, grouping, _fingerprint(graph))
 
 
+class _Staged(NamedTuple):
+    """A step as one session saw it.
+
+    Attributes:
+        session: The session.
+        shardings: How its values are sharded.
+        graph: The program.
+        nests: From each region in it, by its name while tracing, to the loops around it.
+    """
+
+    session: Session
+    shardings: Shardings
+    graph: Graph
+    nests: dict[str, Nest]
+
+
 def _staged(
-    step_fn: Callable[..., Any], args: tuple[Any, ...], session: Session
-) -> tuple[Session, _jax.Jaxpr]:
+    step_fn: Callable[..., Any], args: tuple[Any, ...], session: Session, platform: str
+) -> _Staged:
     with tracing(session):
-        return session, jax.make_jaxpr(step_fn)(*args)
+        closed = jax.make_jaxpr(step_fn)(*args)
+    shardings = shardings_of(closed, args, platform)
+    graph = graph_of(closed, shardings)
+    return _Staged(session, shardings, graph, _nests(graph))
+
+
+def _nests(graph: Graph) -> dict[str, Nest]:
+    """From each region in a program, by its name while tracing, to the loops around it."""
+    found: dict[str, Nest] = {}
+    for op, nest in walk(graph):
+        if isinstance(op.name, RegionName) and op.name.loops == 0:
+            # JAX hoists what does not change out of loops: the deepest values tell.
+            deepest = found.get(op.name.region, nest)
+            found[op.name.region] = max(deepest, nest, key=lambda n: (n.loops, n.trips))
+    return found
 
 
 def _derivative(session: Session, traced: str, step: Shardings) -> tuple[Graph, int]:
@@ -197,20 +219,6 @@ def _row_bytes(graph: Graph) -> int:
 
 def _has_region(graph: Graph) -> bool:
     return any(isinstance(op.name, RegionName) for op in graph.operations)
-
-
-def _check(session: Session, found: dict[str, Any]) -> None:
-    if not session.called:
-        raise TraceError(
-            "The step takes no gradient: nothing in it is marked with jdelta.remat, and it calls "
-            "none of jax.grad, jax.value_and_grad and jax.vjp. Plan the function that does."
-        )
-    if not found:
-        raise TraceError(
-            "The step takes no gradient through its regions "
-            f"({', '.join(sorted(session.called)[:5])}), so there is nothing to keep or to "
-            "recompute. Plan the function that calls jax.grad or jax.value_and_grad."
-        )
 
 
 def _bytes_by_name(graph: Graph) -> dict[str, int]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jdelta
-from jdelta import BudgetError, Decision, PlanMismatchError, TargetError, TraceError, _compiles
+from jdelta import BudgetError, Decision, PlanMismatchError, TargetError, _compiles
 from jdelta._measure import measure
 from jdelta._policy import Policy
 from jdelta._target import resolve
@@ -280,11 +280,46 @@ def test_bad_host_budget(given):
         jdelta.plan(step, 0.5, *arguments(), host_budget=given)
 
 
-def test_a_step_without_region_or_gradient():
-    with pytest.raises(TraceError, match="takes no gradient: nothing in it is marked"):
-        jdelta.plan(functools.partial(loss_fn, layer.__wrapped__), 0.5, *arguments())
-    with pytest.raises(TraceError, match="takes no gradient through its regions"):
-        jdelta.plan(functools.partial(loss_fn, layer), 0.5, *arguments())
+@pytest.mark.parametrize("fun", [layer, layer.__wrapped__], ids=["marked", "bare"])
+def test_a_step_without_a_gradient(fun, tmp_path):
+    loss, args = functools.partial(loss_fn, fun), arguments()
+    plan = jdelta.plan(loss, "1GiB", *args)
+    assert plan.policy is None
+    assert plan.compiled_peak <= plan.budget
+    assert "nothing to decide" in str(plan)
+    np.testing.assert_allclose(plan.jit()(*args), loss(*args), rtol=1e-5)
+    assert jdelta.plan(loss, None, *args, pin={"*": "recompute"}) == jdelta.plan(loss, None, *args)
+    plan.report(tmp_path / "page.html")
+    with pytest.raises(PlanMismatchError, match="nothing to decide"):
+        plan.explain("anything")
+    with pytest.raises(PlanMismatchError, match="called 'mlp'; the step keeps nothing"):
+        jdelta.plan(loss, "1GiB", *args, pin={"mlp": "save"})
+
+
+def test_a_step_without_a_gradient_over_its_budget():
+    loss, args = functools.partial(loss_fn, layer), arguments()
+    with pytest.raises(BudgetError, match=r"arguments .*, results .*largest temporaries.*float32"):
+        jdelta.plan(loss, 0.5, *args)
+    found = jdelta.frontier(loss, *args)
+    assert len(found.plans) == 1
+    assert found.floor == found.plans[0].ceiling
+    assert "fits" in str(jdelta.explain_oom(loss, *args))
+    assert jdelta.schedule(loss, *args).peak
+
+
+def test_a_gradient_beside_marked_units_is_planned():
+    """Those are frozen: the units of what is differentiated are found."""
+
+    def step(w, head, x):
+        h = layer(w, x)
+        return jax.grad(lambda head: jnp.mean(jnp.sin(jnp.tanh(h @ head)) @ head))(head), h
+
+    params, x = arguments()
+    args = params[0], params[1], x
+    plan = jdelta.plan(step, None, *args, pin={"*": "recompute"})
+    assert plan.policy is not None
+    for got, expected in zip(*map(jax.tree.leaves, (plan.jit()(*args), step(*args))), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_unknown_target_and_missing_device():
