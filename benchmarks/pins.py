@@ -24,6 +24,7 @@ from jdelta import Decision
 from jdelta._boundary import with_boundaries
 from jdelta._emit import Step, emit
 from jdelta._items import Items, items_of
+from jdelta._pins import NO_PINS
 from jdelta._policy import Policy
 from jdelta._trace import Trace
 
@@ -40,7 +41,7 @@ def staged(step: str, target: str) -> tuple[Step, Trace, Items]:
     """A step and its items."""
     made, found = programs.staged(build(**STEPS[step], remat=jdelta.remat), target)
     residuals = with_boundaries(found, made.target)
-    return made, found, items_of(residuals, made.target, 0.0, {}, None)
+    return made, found, items_of(residuals, made.target, 0.0, NO_PINS, None)
 
 
 def values(step: str, target: str, unit: str) -> list[str]:

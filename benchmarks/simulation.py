@@ -19,6 +19,7 @@ from jdelta._boundary import with_boundaries
 from jdelta._emit import Step, emit
 from jdelta._items import items_of
 from jdelta._measure import measure
+from jdelta._pins import NO_PINS
 from jdelta._policy import Policy
 from jdelta._solver import Knapsack
 from jdelta._trace import Trace
@@ -44,7 +45,7 @@ def traced(step: str, target: str) -> tuple[Step, Trace]:
 def policy(step: Step, found: Trace, kept: float) -> Policy:
     """What DELTA's heuristic keeps in a part of the residuals' bytes, if keeping costs nothing."""
     target = step.target
-    items = items_of(with_boundaries(found, target), target, 0.0, {})
+    items = items_of(with_boundaries(found, target), target, 0.0, NO_PINS)
     whole = sum(item.bytes for item in items.problem.items if item.needed)
     free = tuple(dataclasses.replace(item, holding=0.0) for item in items.problem.items)
     problem = dataclasses.replace(items.problem, items=free, capacity=kept * whole)

@@ -7,15 +7,15 @@ recompute alone reaches. Weights, constants and slices of a loop's inputs are no
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jdelta import _jax
 from jdelta._graph import Graph, Operation, Value
 from jdelta._naming import RegionName
 from jdelta._nest import OUTSIDE, Nest
-from jdelta._primitives import CHEAP, FREE, VIEWS
+from jdelta._primitives import CHEAP, FREE
 from jdelta._residual import Residual, needed_inputs, residuals, with_consumers
 from jdelta._target import Target
 from jdelta._trace import Trace
@@ -29,7 +29,7 @@ def with_boundaries(trace: Trace, target: Target) -> tuple[Residual, ...]:
 
     A boundary that is a residual of the region it comes out of is one item: that residual.
     """
-    entries = list(_entries(trace.graph, set(), OUTSIDE))
+    entries = list(_entries(trace.graph, {}, OUTSIDE))
     shared = Counter(entry.buffer for entry in entries)
     alone = [entry for entry in entries if shared[entry.buffer] == 1]
     found = {r.name: r for region in trace.regions for r in residuals(region, target)}
@@ -47,14 +47,50 @@ def with_boundaries(trace: Trace, target: Target) -> tuple[Residual, ...]:
                 needed=found[maker].needed or name in read,
                 sources=(),
                 seconds=0.0,
+                given=found[maker].given or entry.given,
             )
         else:
             items[name] = name
-            found[name] = _residual(entry, name, needed=name in read)
+            region = trace.aliases[entry.name.region]
+            found[name] = _residual(entry, name, region, needed=name in read)
     known = (
         replace(r, sources=tuple(items[s] for s in r.sources if s in items)) for r in found.values()
     )
     return with_consumers(_ordered(list(known), trace))
+
+
+def users_names(trace: Trace, residuals: Sequence[Residual]) -> dict[str, list[str]]:
+    """From each name that the user gives to the names of the residuals that have it.
+
+    A value may have several: where one layer ends, where the next one begins.
+
+    Args:
+        trace: The step.
+        residuals: Its residuals and boundaries.
+
+    Returns:
+        For example ``{"layer_out": ["h_1/layer_out", "h_2/layer_out"]}``.
+    """
+    items = {r.name: r.name for r in residuals}
+    items |= {r.entering: r.name for r in residuals if r.entering}
+    found: dict[str, dict[str, None]] = {}
+    for given, name in _given_names(trace.graph, {}):
+        if item := items.get(trace.plan_name(name)):
+            found.setdefault(given, {})[item] = None
+    return {given: list(names) for given, names in found.items()}
+
+
+def _given_names(
+    graph: Graph, carried: Mapping[int, int | None]
+) -> Iterator[tuple[str, RegionName]]:
+    """Each name that the user gives to a buffer, with each that it has here."""
+    buffers, called = graph.buffers(), _called(graph, carried)
+    for op in graph.operations:
+        if isinstance(op.name, RegionName) and op.inputs and not op.backward:
+            for given in called.get(buffers[op.inputs[0]], ()):
+                yield given, op.name
+        for body in op.bodies:
+            yield from _given_names(body, _carried(op) if body is op.body else {})
 
 
 @dataclass(frozen=True)
@@ -67,6 +103,7 @@ class _Entry:
         value: The value.
         maker: Name of the same buffer in the region that makes it, if one does.
         nest: The loops around it.
+        given: The user's own ``checkpoint_name`` of it; empty where it has none.
     """
 
     name: RegionName
@@ -74,26 +111,52 @@ class _Entry:
     value: Value
     maker: RegionName | None
     nest: Nest
+    given: str
 
 
-def _entries(graph: Graph, carried: set[int], nest: Nest) -> Iterator[_Entry]:
-    base = list(range(len(graph.values)))
+def _entries(graph: Graph, carried: Mapping[int, int | None], nest: Nest) -> Iterator[_Entry]:
+    """What enters the regions of a graph.
+
+    Args:
+        graph: The graph of the step, or of a loop's body.
+        carried: From the inputs of a body that an iteration takes from the one before to what that
+            one hands on.
+        nest: The loops around it.
+    """
+    buffers, called = graph.buffers(), _called(graph, carried)
     makers: dict[int, RegionName] = {}
     makes = {v: op for op in graph.operations for v in op.outputs}
     for op in graph.operations:
-        if op.primitive in VIEWS and op.inputs:
-            base[op.outputs[0]] = base[op.inputs[0]]
         if isinstance(op.name, RegionName) and op.inputs and not op.backward:
-            buffer = base[op.inputs[0]]
+            buffer = buffers[op.inputs[0]]
             if not op.name.is_input:
                 makers.setdefault(buffer, op.name)
             elif buffer in carried or _is_computed(makes.get(buffer), graph):
                 value = graph.values[op.outputs[0]]
-                yield _Entry(op.name, (id(graph), buffer), value, makers.get(buffer), nest)
+                yield _Entry(
+                    name=op.name,
+                    buffer=(id(graph), buffer),
+                    value=value,
+                    maker=makers.get(buffer),
+                    nest=nest,
+                    given=op.name.given or next(iter(called.get(buffer, ())), ""),
+                )
         if op.body is not None and op.primitive != "cond":
             inside = nest.inside(op)
             # A loop around the gradient carries weights.
-            yield from _entries(op.body, _carried(op) if inside.loops else set(), inside)
+            yield from _entries(op.body, _carried(op) if inside.loops else {}, inside)
+
+
+def _called(graph: Graph, carried: Mapping[int, int | None]) -> Mapping[int, Sequence[str]]:
+    """The user's own names of buffers, in program order; first those inside of an iteration."""
+    buffers = graph.buffers()
+    called: defaultdict[int, list[str]] = defaultdict(list)
+    for op in graph.operations:
+        given = op.name.given if isinstance(op.name, RegionName) else op.name
+        if given and op.inputs and given not in called[buffers[op.inputs[0]]]:
+            called[buffers[op.inputs[0]]].append(given)
+    handed = {v: called[buffers[out]] for v, out in carried.items() if out is not None}
+    return {v: [*called[v], *handed.get(v, ())] for v in {*called, *handed}}
 
 
 def _is_computed(op: Operation | None, graph: Graph) -> bool:
@@ -103,18 +166,18 @@ def _is_computed(op: Operation | None, graph: Graph) -> bool:
     return op.primitive not in CHEAP or not set(op.inputs) <= set(graph.given)
 
 
-def _carried(op: Operation) -> set[int]:
-    """The inputs of a loop's body that an iteration takes from the one before."""
+def _carried(op: Operation) -> dict[int, int | None]:
+    """From what an iteration of a loop takes from the one before to what it hands on for it."""
     if op.primitive != "scan" or op.body is None:
-        return set()
+        return {}
     consts, carry = _jax.scan_counts(op.params)
-    return set(op.body.inputs[consts : consts + carry])
+    return dict(zip(op.body.inputs[consts : consts + carry], op.body.outputs[:carry], strict=True))
 
 
-def _residual(entry: _Entry, name: str, *, needed: bool) -> Residual:
+def _residual(entry: _Entry, name: str, region: str, *, needed: bool) -> Residual:
     return Residual(
         name=name,
-        region=name.removesuffix("/" + name.rsplit("/", 1)[1]),
+        region=region,
         shape=entry.value.shape,
         dtype=entry.value.dtype,
         count=entry.nest.kept,
@@ -129,6 +192,7 @@ def _residual(entry: _Entry, name: str, *, needed: bool) -> Residual:
         repeats=entry.nest.repeats,
         spec=entry.value.spec,
         boundary=True,
+        given=entry.given,
     )
 
 

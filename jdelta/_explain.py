@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from jdelta._errors import PlanMismatchError
 from jdelta._files import to_files
 from jdelta._format import format_array, format_bytes, format_seconds, format_some
 from jdelta._items import Items, items_of
+from jdelta._pins import NO_PINS, fitting
 from jdelta._residual import Residual
 from jdelta._solver import Knapsack
 from jdelta._table import NO_ROWS, Row, rows
@@ -100,8 +100,8 @@ def explain(plan: Plan, name: str) -> tuple[Explanation, ...]:
 
     Args:
         plan: The plan; one that was loaded will do, and no compiler is needed.
-        name: The name of a residual, or a pattern such as ``"h/mlp/*"``; names with ``*`` that
-            the plan's table prints are such patterns.
+        name: The name of a residual, or a pattern such as ``"h/mlp/*"``, as ``pin`` takes it; names
+            with ``*`` that the plan's table prints are such patterns.
 
     Returns:
         One explanation for residuals that are alike, in the order of the plan's table.
@@ -110,13 +110,13 @@ def explain(plan: Plan, name: str) -> tuple[Explanation, ...]:
         PlanMismatchError: No residual has such a name.
         TargetError: The plan is for a device of the machine it was made on, not of this one.
     """
-    fitting = [r for r in plan.residuals if r.name == name or fnmatch.fnmatchcase(r.name, name)]
-    if not fitting:
-        known = ", ".join(r.name for r in plan.residuals[:8])
+    found = fitting(plan.residuals, name)
+    if not found:
+        known = ", ".join(r.label for r in plan.residuals[:8])
         there = f"It has {known}… (print it to see all)" if known else NO_ROWS
         raise PlanMismatchError(f"The plan has no residual called {name!r}. {there}")
     where = _Explaining(plan, published(plan.target))
-    return tuple(map(where.row, rows(fitting, plan.decisions)))
+    return tuple(map(where.row, rows(found, plan.decisions)))
 
 
 class _Explaining:
@@ -127,7 +127,7 @@ class _Explaining:
         self.target = target
         spill, rates = plan.spill, plan.spill_rates
         files = to_files(spill, rates, plan.residuals, target) if spill and rates else None
-        self.items: Items = items_of(plan.residuals, target, float("inf"), {}, files)
+        self.items: Items = items_of(plan.residuals, target, float("inf"), NO_PINS, files)
         self.decisions: Mapping[str, Decision] = plan.decisions
         self.by_name = {r.name: r for r in plan.residuals}
         self.solved: dict[float, Mapping[str, Decision]] = {}

@@ -80,12 +80,13 @@ def export(plan: Plan, form: str) -> str:
 def _names(plan: Plan) -> _Names:
     decisions: dict[str, Decision] = {}
     for r in plan.residuals:
-        given, decision = r.given, plan.decisions[r.name]
+        given = r.given if r.label == r.name else ""  # else given where no policy is asked
+        decision = plan.decisions[r.name]
         if given and decisions.setdefault(given, decision) is not decision:
             raise PlanMismatchError(
                 f"The plan decides differently about values called {given!r}: "
                 f"{decisions[given].value} and {decision.value}. Others decide once for all "
-                f"layers: pin them (pin={{'*/{given}*': ...}}) and plan again."
+                f"layers: pin them (pin={{{given!r}: ...}}) and plan again."
             )
     unnamed = [
         r

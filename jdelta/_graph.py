@@ -20,6 +20,7 @@ from jdelta import _jax, _transfer
 from jdelta._jax import Atom, Eqn, Jaxpr, Var
 from jdelta._marks import RECOMPUTE
 from jdelta._naming import scope_path
+from jdelta._primitives import VIEWS
 from jdelta._shardy import UNSHARDED, Shardings, Spec, local_shape
 
 BARRIER = "optimization_barrier"
@@ -75,6 +76,7 @@ class Operation:
             everything else.
         others: The other branches of a ``cond``.
         has_effects: Whether it does something beside giving its results.
+        equation: The equation itself; None for what stands for no equation.
         trips: How often ``body`` runs; 1 without a body.
         name: The name that a ``name`` equation gives; None for everything else.
         backward: Whether it was made by transposition, so belongs to a backward pass.
@@ -98,6 +100,7 @@ class Operation:
     times: int = 1
     others: tuple[Graph, ...] = ()
     has_effects: bool = False
+    equation: Eqn | None = field(default=None, repr=False, compare=False)
 
     @property
     def bodies(self) -> tuple[Graph, ...]:
@@ -127,6 +130,14 @@ class Graph:
     def given(self) -> tuple[int, ...]:
         """What is there before the first operation: constants and inputs."""
         return (*self.constants, *self.inputs)
+
+    def buffers(self) -> list[int]:
+        """For each value the one that it is a view of, or itself."""
+        buffer = list(range(len(self.values)))
+        for op in self.operations:
+            if op.primitive in VIEWS and op.inputs:
+                buffer[op.outputs[0]] = buffer[op.inputs[0]]
+        return buffer
 
     def producers(self) -> dict[int, int]:
         """From each computed value to the index of the operation that makes it."""
@@ -287,6 +298,7 @@ class _Builder:
                 again=place.again,
                 scope=place.scope,
                 times=self.times,
+                equation=eqn,
             )
             self.graph.operations.append(join)
 
@@ -353,6 +365,7 @@ class _Builder:
                 scope=place.scope,
                 times=self.times,
                 has_effects=bool(eqn.effects),
+                equation=eqn,
             )
         )
 

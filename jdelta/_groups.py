@@ -123,7 +123,7 @@ class _WithoutInputs:
     policy: RegionPolicy
     regions: frozenset[str]
 
-    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+    def __call__(self, prim: Any, /, *avals: Any, **params: Any) -> Any:
         name = params.get("name")
         if isinstance(name, RegionName) and (name.is_input or name.region not in self.regions):
             return False

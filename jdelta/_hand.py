@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
-
-import jax
 
 from jdelta import _jax
 from jdelta._decision import Decision
+from jdelta._errors import JdeltaError, PlanMismatchError
 from jdelta._graph import Graph, Operation
 from jdelta._naming import RegionName
+from jdelta._primitives import PARTS
 from jdelta._residual import Residual
 from jdelta._trace import Trace
 
@@ -19,42 +19,76 @@ from jdelta._trace import Trace
 def decisions_of(
     policy: Callable[..., Any], trace: Trace, residuals: Sequence[Residual]
 ) -> Mapping[str, Decision]:
-    """What a ``jax.checkpoint`` policy would do with each residual, as patterns for ``pin``.
+    """What a ``jax.checkpoint`` policy would do with each residual, as ``pin`` takes it.
 
-    A policy is asked twice about a value that the user named: about the equation that makes it,
-    and about the name; either may keep it. What enters a region is no question to a policy.
+    A policy is asked about the equation that makes a value, and about those that only view it, the
+    user's ``checkpoint_name`` among them; any of them may keep it. What enters a region stays
+    whatever a policy says, but may be offloaded.
 
     Args:
         policy: As for ``jax.checkpoint``.
         trace: The step.
         residuals: Its residuals.
+
+    Returns:
+        For example ``{"h/3/mlp/tanh": Decision.SAVE}``.
+
+    Raises:
+        PlanMismatchError: The policy fails, or gives no answer that ``jax.checkpoint`` takes.
     """
-    answers = _answers(policy, trace)
-    asked = [r.name for r in residuals if r.name in answers and not r.boundary]
-    return {glob.escape(name): answers[name] for name in asked}
+    answers = dict(_answers(policy, trace, {r.name for r in residuals}))
+    return {
+        r.name: answers[r.name]
+        for r in residuals
+        if r.name in answers and (not r.boundary or answers[r.name] is Decision.OFFLOAD)
+    }
 
 
-def _answers(policy: Callable[..., Any], trace: Trace) -> dict[str, Decision]:
-    found: dict[str, Decision] = {}
+def _answers(
+    policy: Callable[..., Any], trace: Trace, wanted: Collection[str]
+) -> Iterator[tuple[str, Decision]]:
     for region in trace.regions:
-        graph = region.graph
-        producers = graph.producers()
-        for op in graph.operations:
-            if isinstance(op.name, RegionName) and not op.name.is_input:
-                maker = graph.operations[producers[op.inputs[0]]]
-                asked = [_decision(policy, graph, maker)]
-                if op.name.given:
-                    asked.append(_decision_by_name(policy, op.name.given))
-                kept = (d for d in asked if d is not Decision.RECOMPUTE)
-                found[trace.plan_name(op.name)] = next(kept, Decision.RECOMPUTE)
-    return found
+        asked = _asked(region.graph)
+        for traced, buffer in _named(region.graph):
+            name = trace.plan_name(traced)
+            if name in wanted:
+                said = (_decision(policy, op, name) for op in asked[buffer])
+                kept = (d for d in said if d is not Decision.RECOMPUTE)
+                yield name, next(kept, Decision.RECOMPUTE)
 
 
-def _decision(policy: Callable[..., Any], graph: Graph, op: Operation) -> Decision:
-    values = [graph.values[v] for v in op.inputs]
-    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
-    return Decision(_jax.answer(policy, op.primitive, avals, op.params))
+def _named(graph: Graph) -> Iterator[tuple[RegionName, int]]:
+    """The names given here in a region, each with the buffer that has it."""
+    buffers = graph.buffers()
+    for op in graph.operations:
+        if isinstance(op.name, RegionName):
+            yield op.name, buffers[op.outputs[0]]
 
 
-def _decision_by_name(policy: Callable[..., Any], name: str) -> Decision:
-    return Decision(_jax.answer(policy, "name", (), {"name": name}))
+def _asked(graph: Graph) -> Mapping[int, Sequence[Operation]]:
+    """For each buffer the operations that a policy is asked about: its maker first, then views."""
+    buffers, producers = graph.buffers(), graph.producers()
+    asked: defaultdict[int, list[Operation]] = defaultdict(list)
+    for op in graph.operations:
+        if op.equation is None or isinstance(op.name, RegionName):
+            continue
+        for buffer in dict.fromkeys(buffers[v] for v in op.outputs):
+            asked[buffer].append(op)
+            if op.primitive in PARTS and op.inputs[0] in producers:  # kept in place of the whole
+                asked[buffer].append(graph.operations[producers[op.inputs[0]]])
+    return asked
+
+
+def _decision(policy: Callable[..., Any], op: Operation, name: str) -> Decision:
+    try:
+        return Decision(_jax.answer(policy, op.equation))
+    except JdeltaError:
+        raise
+    except Exception as error:
+        called = getattr(policy, "__qualname__", repr(policy))
+        raise PlanMismatchError(
+            f"pin: the policy {called} fails for {op.primitive}, which makes {name!r}: "
+            f"{type(error).__name__}: {error}. jax.checkpoint calls a policy as policy(primitive, "
+            "*types_of_operands, **parameters) for every equation, and expects a bool or what "
+            "those of jax.checkpoint_policies return."
+        ) from error

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jdelta._decision import Decision
-from jdelta._errors import BudgetError, OffloadError, PlanMismatchError, SpillError
+from jdelta._errors import BudgetError, OffloadError, SpillError
 from jdelta._format import format_bytes, format_some
 from jdelta._fusion import Compiler
 from jdelta._graph import Value
+from jdelta._pins import Pins, pinned
 from jdelta._problem import AWAY, Item, Move, Problem, Tier
 from jdelta._residual import Residual
 from jdelta._target import Target
@@ -31,7 +31,8 @@ class Items:
             be moved.
         whole: The same with all residuals, none pinned: it prices complete decisions.
         residuals: All residuals of the step.
-        pinned: Decisions of the user's, by name.
+        pins: What the user decided.
+        pinned: The same by the names of residuals.
         leaving: What becomes of each boundary that does not stay.
     """
 
@@ -39,6 +40,7 @@ class Items:
     deep: Problem | None
     whole: Problem
     residuals: tuple[Residual, ...]
+    pins: Pins
     pinned: Mapping[str, Decision]
     leaving: Mapping[str, Decision]
 
@@ -100,25 +102,25 @@ class Items:
         """Seconds that complete decisions add to the step."""
         return self.whole.overhead([decisions[r.name] for r in self.residuals])
 
-    def check_moved(
-        self, pin: Mapping[str, Decision | str], decisions: Mapping[str, Decision]
-    ) -> None:
+    def check_moved(self, decisions: Mapping[str, Decision]) -> None:
         """Refuse a pattern that moves nothing, since the backward pass reads nothing of it.
 
         Args:
-            pin: Decisions of the user's, from patterns of names.
             decisions: Those of the plan.
 
         Raises:
             OffloadError: It should go to the host.
             SpillError: It should go to files.
         """
-        for pattern, given in pin.items():
+        for pattern, given in self.pins.decisions.items():
             decision = Decision(given)
             if decision not in AWAY:
                 continue
-            pinned = (name for name, to in self.pinned.items() if to is decision)
-            names = [name for name in pinned if fnmatch.fnmatchcase(name, pattern)]
+            names = [
+                r.name
+                for r in self.pins.fitting(self.residuals, pattern)
+                if self.pinned.get(r.name) is decision
+            ]
             if names and all(decisions[name] is Decision.RECOMPUTE for name in names):
                 raise _ERRORS[decision](
                     f"pin: {pattern!r} moves nothing: nothing reads {format_some(names, 5)} in the "
@@ -164,7 +166,7 @@ def items_of(
     residuals: Sequence[Residual],
     target: Target,
     host_budget: float,
-    pin: Mapping[str, Decision | str],
+    pins: Pins,
     files: Way | None = None,
 ) -> Items:
     """State the planning problem of a step.
@@ -173,19 +175,19 @@ def items_of(
         residuals: Its residuals.
         target: What it is compiled for.
         host_budget: Bytes that may be offloaded to the host.
-        pin: Decisions of the user's, from patterns of names.
+        pins: What the user decided by hand.
         files: The way to files, if there is one.
 
     Raises:
-        PlanMismatchError: A pattern of ``pin`` fits no residual, or moves what cannot be.
+        PlanMismatchError: A pin fits no residual, or moves what cannot be.
         BudgetError: More is pinned to another memory than there is room for.
     """
     host = to_host(target, host_budget)
     ways = (host, files) if files else (host,)
-    pinned = _pinned(residuals, ways, pin)
-    rooms = {way.decision: _room(way, residuals, pinned) for way in ways}
+    decided = pinned(residuals, ways, pins)
+    rooms = {way.decision: _room(way, residuals, decided) for way in ways}
     inside = [r for r in residuals if not r.boundary]
-    free = [r for r in residuals if r.boundary and r.name not in pinned]
+    free = [r for r in residuals if r.boundary and r.name not in decided]
     leaving = _leaving(free, ways, rooms)
     left = {
         d: room - sum(r.bytes for r in free if leaving.get(r.name) is d)
@@ -199,13 +201,14 @@ def items_of(
 
     near, deep = tiers(rooms), tiers(left)
     return Items(
-        problem=Problem(problem.items(inside, pinned), 0.0, near),
-        deep=Problem(problem.deep_items(some, pinned, deep, leaving), 0.0, deep)
+        problem=Problem(problem.items(inside, decided), 0.0, near),
+        deep=Problem(problem.deep_items(some, decided, deep, leaving), 0.0, deep)
         if leaving
         else None,
         whole=Problem(problem.items(residuals, {}), 0.0, near),
         residuals=tuple(residuals),
-        pinned=pinned,
+        pins=pins,
+        pinned=decided,
         leaving=leaving,
     )
 
@@ -319,44 +322,4 @@ def _exposed(tier: Tier, items: Sequence[Item]) -> float:
     return max(EXPOSED, 1 - hidden / moving) if moving else 1.0
 
 
-def _pinned(
-    residuals: Sequence[Residual], ways: Sequence[Way], pin: Mapping[str, Decision | str]
-) -> dict[str, Decision]:
-    pinned: dict[str, Decision] = {}
-    for pattern, given in pin.items():
-        decision = Decision(given)
-        fitting = [r for r in residuals if fnmatch.fnmatchcase(r.name, pattern)]
-        if not fitting and (residuals or pattern.strip("*")):  # "*" is all there is, if only none
-            raise PlanMismatchError(f"pin: no residual is called {pattern!r}; {_names(residuals)}")
-        if decision is Decision.RECOMPUTE:
-            fitting = [r for r in fitting if not r.boundary]
-        if not fitting and residuals:
-            raise PlanMismatchError(
-                f"pin: {pattern!r} fits only what enters a region, which jax.checkpoint keeps: "
-                "save or move it, or mark a larger unit with jdelta.remat"
-            )
-        pinned |= {r.name: decision for r in fitting}
-    for r in residuals:
-        decision = pinned.get(r.name)
-        if decision and (refusal := _refusal(r, ways, decision)):
-            raise PlanMismatchError(f"pin: {r.name!r} cannot be {_DONE[decision]}: {refusal}")
-    return pinned
-
-
-def _names(residuals: Sequence[Residual]) -> str:
-    if not residuals:
-        return "the step keeps nothing for a backward pass, so there are none"
-    shown = ", ".join(r.name for r in residuals[:8])
-    return f"there are {shown}… (print a plan to see all)"
-
-
 _ERRORS = {Decision.OFFLOAD: OffloadError, Decision.SPILL: SpillError}
-_DONE = {Decision.OFFLOAD: "offloaded", Decision.SPILL: "spilled"}
-
-
-def _refusal(r: Residual, ways: Sequence[Way], decision: Decision) -> str | None:
-    """Why a decision must not be taken for a residual; None if it may."""
-    if decision not in AWAY:
-        return None
-    way = next((way for way in ways if way.decision is decision), None)
-    return way.refusal(r) if way else "no directory is given with spill="

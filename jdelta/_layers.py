@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta._boundary import with_boundaries
+from jdelta._boundary import users_names, with_boundaries
 from jdelta._budget import Budget
 from jdelta._candidate import Candidate, Found
 from jdelta._decision import Decision
@@ -17,11 +18,13 @@ from jdelta._emit import Step
 from jdelta._errors import BudgetError
 from jdelta._hand import decisions_of
 from jdelta._items import items_of
+from jdelta._pins import Pins
 from jdelta._region import AS_WRITTEN, Grouping
 from jdelta._residual import Residual
 from jdelta._search import EARLY, GROUPS, MOST_COMPILES, Search
 from jdelta._solver import Solver
 from jdelta._trace import Trace
+from jdelta._unpinnable import why_unpinnable
 from jdelta._ways import Way
 
 _LOG = logging.getLogger(__name__)
@@ -77,8 +80,8 @@ class Planning:
     def _pinned(self, search: Search, bound: int) -> Found:
         """A plan that does what the user decided."""
         found = search.run(bound)
-        if found.best.decisions and isinstance(self.pin, Mapping):
-            search.items.check_moved(self.pin, found.best.decisions)
+        if found.best.decisions and not callable(self.pin):
+            search.items.check_moved(found.best.decisions)
         return found
 
     def _search(
@@ -90,9 +93,16 @@ class Planning:
         step = self.step(trace)
         residuals = with_boundaries(trace, step.target)
         files = self.files(residuals)
-        pin = decisions_of(self.pin, trace, residuals) if callable(self.pin) else self.pin
-        items = items_of(residuals, step.target, self.host_room, pin, files)
+        pins = self._pins(trace, residuals)
+        items = items_of(residuals, step.target, self.host_room, pins, files)
         return Search(step, items, trace, self.solver, before, alike)
+
+    def _pins(self, trace: Trace, residuals: Sequence[Residual]) -> Pins:
+        if callable(self.pin):
+            return Pins(decisions_of(self.pin, trace, residuals))
+        names = {r.name for r in residuals}
+        unpinnable = functools.partial(why_unpinnable, trace, names)
+        return Pins(self.pin, users_names(trace, residuals), unpinnable)
 
     def _nested(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:
         """Nested checkpoints, since everything else needs more than the budget."""

@@ -75,9 +75,10 @@ class _Namer:
         self._own = tuple(base.split("/"))
         self._used: Counter[str] = Counter()
 
-    def input(self) -> RegionName:
-        """A name for the region's next input."""
-        return RegionName(self._region, self._unique("input"), is_input=True)
+    def input(self, given: str) -> RegionName:
+        """A name for the region's next input: that which the user gives it there, if any."""
+        inner = self._unique(given or "input")
+        return RegionName(self._region, inner, is_input=True, given=given)
 
     def __call__(
         self, path: Sequence[str], last: str, loops: int, *, conditional: bool, given: str
@@ -160,11 +161,14 @@ class _Rewrite:
 
     def _inputs(self, invars: Sequence[Var], eqns: Sequence[Eqn]) -> None:
         """Name the inputs, so that one that the step computes may be offloaded."""
+        given = {eqn.invars[0]: _given(eqn) for eqn in eqns if _given(eqn)}
         for var in invars:
             named = hasattr(var.aval, "shape") and not _jax.is_complex(var)
             if var not in self.tangents and eqns and named:
                 self.became[var] = named = _jax.new_var(var.aval)
-                self.eqns.append(_jax.name_equation(var, named, self.namer.input(), eqns[0]))
+                self.eqns.append(
+                    _jax.name_equation(var, named, self.namer.input(given.get(var, "")), eqns[0])
+                )
 
     def _inline(self, eqn: Eqn, path: tuple[str, ...]) -> None:
         body = _jax.subjaxpr(eqn)

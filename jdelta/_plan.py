@@ -137,7 +137,7 @@ class Plan:
         """Predicted overhead as a part of the plain step."""
         return self.overhead / self.step_seconds if self.step_seconds else 0.0
 
-    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+    def __call__(self, prim: Any, /, *avals: Any, **params: Any) -> Any:
         """What ``jax.checkpoint`` is to do with the results of an equation.
 
         Raises:

@@ -122,12 +122,13 @@ def plan(
         host_budget: Bound on the bytes per device that the plan offloads to pinned host memory, 0
             for no offload; default: the host memory of the target, as far as it is known, shared by
             the devices of a process, less arguments that live there.
-        pin: Decisions taken by hand: from a pattern of residual names (``"h/mlp/*"``) to
-            ``"save"``, ``"offload"``, ``"spill"`` or ``"recompute"``; the last that fits a name
-            counts. What nothing in the backward pass reads is not moved, and a pattern that fits
-            nothing else is an error. One layer of a scan is then decided like the others. Or a
-            ``jax.checkpoint`` policy, which then decides everything: so a policy written by hand
-            is compiled, checked and shown like a plan.
+        pin: Decisions taken by hand: from the name of a residual as plans print it, the user's own
+            ``checkpoint_name`` of it, or a pattern of names (``"h/mlp/*"``), to ``"save"``,
+            ``"offload"``, ``"spill"`` or ``"recompute"``; the last that fits counts. What nothing
+            in the backward pass reads is not moved, and a pattern that fits nothing else is an
+            error. One layer of a scan is then decided like the others. Or a ``jax.checkpoint``
+            policy, which then decides everything: so a policy written by hand is compiled, checked
+            and shown like a plan.
         per_layer: Whether layers of a scan may be decided differently where that pays. The planned
             loop then runs several layers in an iteration, which ``plan.jit`` can do, but no plan
             used as a mere policy: False where the plan is to be one.

@@ -77,7 +77,7 @@ class Policy:
             spilled=names[Decision.SPILL],
         )
 
-    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+    def __call__(self, prim: Any, /, *avals: Any, **params: Any) -> Any:
         """What to do with the results of an equation: the protocol of ``jax.checkpoint``.
 
         Calls of ``jax.debug`` have none. Those not "saved" run in the backward pass too, for which

@@ -60,7 +60,7 @@ def cotangent_primitive(tell: Callable[..., None]) -> Callable[..., Any]:
         tell: Called with the parameters of each that a cotangent has come back through.
     """
 
-    def transposed(cotangent: Any, _: Any, **params: Any) -> list[Any]:
+    def transposed(cotangent: Any, _: Any, /, **params: Any) -> list[Any]:
         tell(**params)
         return [cotangent]
 
@@ -84,7 +84,7 @@ def _abstract(*_: Any, jaxpr: Jaxpr, **__: Any) -> Any:
     return list(jaxpr.out_avals), _jax.open_jaxpr(jaxpr).effects
 
 
-def _jvp(rule: JvpRule, primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+def _jvp(rule: JvpRule, primals: Sequence[Any], tangents: Sequence[Any], /, **params: Any) -> Any:
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
     outputs, moved = rule(primals, [tangents[i] for i in moving], moving, **params)
     return outputs, [
@@ -94,7 +94,7 @@ def _jvp(rule: JvpRule, primals: Sequence[Any], tangents: Sequence[Any], **param
 
 
 def _batch(
-    primitive: Any, axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+    primitive: Any, axis: Any, args: Sequence[Any], dims: Sequence[Any], /, **params: Any
 ) -> tuple[list[Any], list[int]]:
     run = functools.partial(_jax.evaluate, params.pop("jaxpr"))
     batched = jax.vmap(
@@ -111,7 +111,7 @@ def _batch(
     return outputs, [0] * len(outputs)
 
 
-def _remat(primitive: Any, shield: Shield, context: Any, *args: Any, **params: Any) -> Any:
+def _remat(primitive: Any, shield: Shield, context: Any, /, *args: Any, **params: Any) -> Any:
     """What ``jax.checkpoint`` with ``jax_remat3`` on does with a region: see ``_linearized``."""
     is_trace = isinstance(context, remat.RematTrace)  # jax 0.10 gives the policy itself
     policy = context.policy if is_trace else context

@@ -70,6 +70,12 @@ class Residual:
     entering: str | None = None
     given: str = ""
 
+    @property
+    def label(self) -> str:
+        """Its name as it is printed: with the user's own, where that is given outside of it."""
+        is_in_name = not self.given or f"/{self.given}" in self.name
+        return self.name if is_in_name else f"{self.name} ({self.given})"
+
 
 def residuals(region: Region, target: Target) -> tuple[Residual, ...]:
     """The residuals of a region, sources before what is computed from them."""
@@ -124,21 +130,13 @@ class _Analysis:
         self.prefix = region.traced + "/"
         self.batch = max(region.copies.values(), default=1)
         self.producers = self.graph.producers()
-        self.base = self._bases()
+        self.base = self.graph.buffers()
         self.names = self._names()
         self.inputs = {v for v, name in self.names.items() if name.is_input}
         self.constant = self._constant()
         self.makers, read = self._forward()
         self.needed = self._through_what_is_no_item(read)
         self.narrow = read_narrowly(self.graph)
-
-    def _bases(self) -> list[int]:
-        """For each value the one it is a view of."""
-        base = list(range(len(self.graph.values)))
-        for op in self.graph.operations:
-            if op.primitive in VIEWS and op.inputs:
-                base[op.outputs[0]] = base[op.inputs[0]]
-        return base
 
     def _names(self) -> dict[int, RegionName]:
         """A name for each buffer that the step computes: the first one given here."""

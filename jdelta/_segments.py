@@ -105,7 +105,8 @@ def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
         fused = name in CHEAP or bool(bodies)
         written = not (name in VIEWS or name in FREE) and (is_operand or not fused)
         result = sum(map(_jax.bytes_of, eqn.outvars)) if written else 0
-        held.append(max(inside * eqn.params.get("length", 1), result))
+        trips = eqn.params["length"] if name == "scan" else 1
+        held.append(max(inside * trips, result))
     return held[::-1]
 
 

@@ -77,12 +77,12 @@ def rows(residuals: Sequence[Residual], decisions: Mapping[str, Decision]) -> li
     """The table's rows: saved ones first, larger ones first."""
     groups: dict[tuple[object, ...], list[Residual]] = {}
     for r in residuals:
-        inner = r.name.removeprefix(r.region)
+        inner = r.label.removeprefix(r.region)
         key = (NUMBERED.sub("*", r.region), inner, decisions[r.name], r.shape, r.dtype, r.count)
         groups.setdefault(key, []).append(r)
     made = [
         Row(
-            name=f"{key[0]}{key[1]}" if len(group) > 1 else group[0].name,
+            name=f"{key[0]}{key[1]}" if len(group) > 1 else group[0].label,
             regions=len(group),
             sample=group[0],
             bytes=sum(r.bytes for r in group),

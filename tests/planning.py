@@ -5,6 +5,7 @@ import math
 
 from jdelta._automatic import tracing
 from jdelta._items import items_of
+from jdelta._pins import NO_PINS
 from jdelta._policy import Policy
 from jdelta._region import AS_WRITTEN, Session
 from jdelta._residual import residuals
@@ -18,7 +19,7 @@ def planned(step, share, *args, grouping=AS_WRITTEN):
     target = resolve("tpu:v5e:2x2")
     found = trace(step, *args, grouping=grouping)
     priced = [r for region in found.regions for r in residuals(region, target)]
-    items = items_of(priced, target, 0.0, {})
+    items = items_of(priced, target, 0.0, NO_PINS)
     capacity = share * sum(item.bytes for item in items.problem.items if item.needed)
     problem = dataclasses.replace(items.problem, capacity=capacity)
     return found, items.decisions(Knapsack().solve(problem).decisions)
@@ -29,7 +30,7 @@ def decided(step, decide, *args):
     target = resolve("tpu:v5e:2x2")
     found = trace(step, *args)
     priced = [r for region in found.regions for r in residuals(region, target)]
-    items = items_of(priced, target, math.inf, {})
+    items = items_of(priced, target, math.inf, NO_PINS)
     return found, priced, items.decisions([decide(i, r) for i, r in enumerate(priced)])
 
 

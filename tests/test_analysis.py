@@ -19,6 +19,7 @@ from jdelta._fusion import Compiler, storage
 from jdelta._graph import graph_of
 from jdelta._items import items_of
 from jdelta._peak import stored_sizes, timeline
+from jdelta._pins import NO_PINS, Pins
 from jdelta._residual import residuals
 from jdelta._solver import Knapsack
 from jdelta._table import rows
@@ -499,7 +500,7 @@ def test_residuals_in_a_loop_carry_their_count():
 
 def test_items_of_a_step():
     found = tuple(of_unit().values())
-    items = items_of(found, resolve("cpu"), 1e9, {"unit/tanh": "save"})
+    items = items_of(found, resolve("cpu"), 1e9, Pins({"unit/tanh": "save"}))
     names = [item.name for item in items.problem.items]
     assert "unit/tanh" not in names
     assert not any(item.moves for item in items.problem.items)
@@ -644,7 +645,7 @@ def residuals_unrolled(target):
 def test_copies_in_loops_are_worth_it_for_wide_products_only():
     where = published("cuda:h100")
     for width, kept in ((64, False), (8192, True)):
-        items = items_of(in_loop(where, width), where, 0.0, {})
+        items = items_of(in_loop(where, width), where, 0.0, NO_PINS)
         problem = dataclasses.replace(items.problem, capacity=1e12)
         solution = Knapsack().solve(problem)
         nothing = problem.overhead([Decision.RECOMPUTE] * len(problem.items))

@@ -12,6 +12,7 @@ import jdelta
 from jdelta import Decision, OffloadError
 from jdelta._emit import Step
 from jdelta._items import items_of
+from jdelta._pins import Pins
 from jdelta._residual import residuals
 from jdelta._search import Search
 from jdelta._solver import Knapsack
@@ -256,7 +257,7 @@ def searched(step, pin):
     args = target.abstract((w,))
     found = trace(step, *args)
     priced = [r for region in found.regions for r in residuals(region, target)]
-    items = items_of(priced, target, math.inf, pin)
+    items = items_of(priced, target, math.inf, Pins(pin))
     return Search(Step(step, args, (), target, found.aliases), items, found, Knapsack())
 
 

@@ -1,7 +1,9 @@
 """Plans in the words of other libraries, and hand policies as plans."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import yaml
 from jax.ad_checkpoint import checkpoint_name
@@ -119,3 +121,150 @@ def test_a_plan_by_hand_computes_the_same():
     plan = jdelta.plan(small.step, None, *args, pin=POLICIES.dots_saveable)
     for a, b in zip(*map(jax.tree.leaves, (plan.jit()(*args), small.step(*args))), strict=True):
         assert jnp.allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+# Every residual of every region is put to the policy as JAX would.
+
+
+class Dropping(nn.Module):
+    """Layers that draw their masks inside."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dropout(0.1, deterministic=False)(jnp.tanh(nn.Dense(16)(x))), None
+
+
+class Layers(nn.Module):
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x):
+        if not self.scan:
+            return Dropping()(Dropping()(x)[0])[0]
+        rngs = {"params": True, "dropout": True}
+        return nn.scan(Dropping, {"params": 0}, split_rngs=rngs, length=2)()(x, None)[0]
+
+
+def of_layers(scan):
+    net, x, key = Layers(scan), jnp.ones((8, 16)), jax.random.key(0)
+    params = net.init({"params": key, "dropout": key}, x)
+
+    def loss(params, x, key):
+        return jnp.mean(net.apply(params, x, rngs={"dropout": key}) ** 2)
+
+    return jax.grad(loss), (params, x, key)
+
+
+def of_experts():
+    """A primitive that JAX does not export, complex numbers, a rule of one's own, a loop."""
+
+    @jax.custom_vjp
+    def twice(x):
+        return 2 * jnp.sin(x)
+
+    twice.defvjp(lambda x: (twice(x), jnp.cos(x)), lambda cos, ct: (2 * ct * cos,))
+
+    def loss(w, x):
+        y = jnp.tanh(jax.lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([3, 5], jnp.int32)))
+        y = jnp.real(jnp.fft.ifft(jnp.fft.fft(y) * jnp.exp(1j * y)))
+        y = jax.lax.fori_loop(0, 2, lambda _, y: twice(y @ w), y)
+        return jnp.sum(jax.lax.cond(y[0, 0] > 0, jnp.sin, jnp.cos, y) ** 2)
+
+    return jax.grad(loss), (jnp.eye(16) + 0.1, jnp.ones((8, 16)) / 7)
+
+
+STEPS = {"loop": of_layers(False), "nn.scan": of_layers(True), "experts": of_experts()}
+EVERY_POLICY = {
+    "everything": POLICIES.everything_saveable,
+    "nothing": POLICIES.nothing_saveable,
+    "dots": POLICIES.dots_saveable,
+    "no batch": POLICIES.checkpoint_dots_with_no_batch_dims,
+    "anything but": POLICIES.save_anything_except_these_names("x"),
+    "names but": POLICIES.save_any_names_but_these("x"),
+    "only": POLICIES.save_only_these_names("x"),
+    "both": POLICIES.save_from_both_policies(
+        POLICIES.dots_saveable, POLICIES.save_only_these_names("x")
+    ),
+    "own": lambda prim, *avals, **_: prim.name != "tanh" and all(a.size < 999 for a in avals),
+}
+
+
+@pytest.mark.parametrize("policy", EVERY_POLICY)
+@pytest.mark.parametrize("name", STEPS)
+def test_every_policy_is_planned(name, policy):
+    step, args = STEPS[name]
+    plan = jdelta.plan(step, None, *args, pin=EVERY_POLICY[policy])
+    kept = {r.name for r in plan.residuals if not r.boundary} & {
+        name for name, d in plan.decisions.items() if d is Decision.SAVE
+    }
+    assert bool(kept) == (policy not in ("nothing", "names but", "only"))
+    for a, b in zip(*map(jax.tree.leaves, (plan.jit()(*args), jax.jit(step)(*args))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_policies_are_asked_with_jaxs_own_objects():
+    step, args = STEPS["experts"]
+    asked = {}
+
+    def policy(prim, *avals, **params):
+        asked[prim.name] = prim, avals, params
+        return False
+
+    jdelta.plan(step, None, *args, pin=policy)
+    prim, avals, params = asked["ragged_dot_general"]
+    closed = jax.make_jaxpr(jax.lax.ragged_dot)(
+        jnp.ones((8, 16)), jnp.ones((2, 16, 16)), jnp.array([3, 5])
+    )
+    (eqn,) = (e for e in closed.eqns if e.primitive.name == "ragged_dot_general")
+    assert prim is eqn.primitive
+    assert params.keys() == eqn.params.keys()
+    assert [aval.shape for aval in avals] == [v.aval.shape for v in eqn.invars]
+    drawn = {}
+
+    def of_keys(prim, *avals, **_):
+        drawn[prim.name] = avals
+        return True
+
+    jdelta.plan(STEPS["loop"][0], None, *STEPS["loop"][1], pin=of_keys)
+    assert any(jnp.issubdtype(a.dtype, jax.dtypes.prng_key) for a in drawn["random_bits"])
+
+
+@pytest.mark.compiler
+def test_a_policy_that_offloads_what_the_loop_carries():
+    def loss(w, x):
+        def layer(x, w):
+            x = checkpoint_name(x, "layer_in")
+            return x + jnp.tanh(jnp.sin(x @ w)), None
+
+        return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+    shapes = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 1024, 1024), (1024, 1024)))
+    policy = POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["layer_in"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    plan = jdelta.plan(jax.grad(loss), None, *shapes, pin=policy, target="tpu:v5e:2x2")
+    away = [name for name, d in plan.decisions.items() if d is Decision.OFFLOAD]
+    assert [name.rpartition("/")[2] for name in away] == ["layer_in"]
+    assert plan.host_bytes >= 3 * 1024 * 1024 * 4
+
+
+def failing(prim, *_, **__):
+    raise KeyError(prim.name)
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (failing, "policy failing fails for .* 'unit.*KeyError"),
+        (lambda *_, **__: "save", "this one returned 'save'"),
+        (lambda prim: True, "takes 1 positional argument|policy\\(primitive"),
+    ],
+)
+def test_a_policy_that_fails_is_named(policy, says):
+    step, args = STEPS["experts"]
+    with pytest.raises(jdelta.PlanMismatchError, match=says) as error:
+        jdelta.plan(step, None, *args, pin=policy)
+    assert error.value.__cause__ is not None

@@ -14,6 +14,7 @@ from jdelta._boundary import with_boundaries
 from jdelta._decision import Decision
 from jdelta._emit import Step, emit
 from jdelta._items import items_of
+from jdelta._pins import Pins
 from jdelta._policy import Policy
 from jdelta._residual import residuals
 from jdelta._target import resolve
@@ -35,7 +36,7 @@ def planned(step, args, decisions, pins):
     given = {r.name: decisions[i % len(decisions)] for i, r in enumerate(priced)}
     pinned = {r.name: given[r.name] for r in priced[:pins]}
     pinned = {name: d for name, d in pinned.items() if d is not Decision.OFFLOAD}
-    items = items_of(priced, TARGET, math.inf, pinned)
+    items = items_of(priced, TARGET, math.inf, Pins(pinned))
     possible = {
         item.name: {Decision.SAVE, Decision.RECOMPUTE, *(move.to for move in item.moves)}
         for item in items.problem.items

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 import jdelta
 from jdelta import Decision, PlanMismatchError, _jax
 from jdelta._policy import Policy
 from jdelta._region import Session
 from jdelta._trace import trace
+from tests import stacks
 from tests.planning import decided, under
 from tests.stacks import kept
 from tests.versions import READ_OF_TANH
@@ -562,6 +565,43 @@ def test_a_policy_for_another_model_is_refused():
                 x
             ).sum()
         )(X)
+
+
+NAMES = frozenset(
+    "prim policy name jaxpr length like template differentiated prevent_cse args"
+    " params avals fun context shield rule trace in_shardings out_shardings".split()
+)
+"""What arguments are called where equations are handled, here and in JAX's own policies."""
+
+
+def named_anyhow():
+    """A primitive whose parameters have all those names."""
+    primitive = Primitive("anyhow")
+    primitive.def_impl(lambda x, **_: x * 2)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(primitive, mlir.lower_fun(lambda x, **_: x * 2, multiple_results=False))
+    ad.primitive_jvps[primitive] = lambda xs, ts, **params: (
+        primitive.bind(*xs, **params),
+        ts[0] * 2,
+    )
+    return lambda x: primitive.bind(x, **dict.fromkeys(NAMES, "anything"))
+
+
+@stacks.STACKS
+@pytest.mark.parametrize("mark", [jdelta.remat, lambda f: f], ids=["marked", "found"])
+def test_parameters_of_primitives_may_be_called_anything(stack, mark):
+    bind = named_anyhow()
+    unit = mark(lambda w, x: jnp.tanh(jnp.sin(bind(x @ w)) * x))
+    step = jax.grad(lambda w, x: jnp.sum(stack(unit, w, x)))
+    args = jnp.ones((4, 8, 8)) / 8, jnp.ones((16, 8))
+    for pin in (
+        {"*": "recompute"},
+        jax.checkpoint_policies.dots_saveable,
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        lambda prim, *_, **params: prim.name == "anyhow" and params["name"] == "anything",
+    ):
+        plan = jdelta.plan(step, None, *args, pin=pin)
+        assert_close(plan.jit()(*args), step(*args))
 
 
 PROGRAM = """

@@ -25,6 +25,7 @@ from jdelta._format import format_bytes
 from jdelta._items import items_of
 from jdelta._marks import RECOMPUTE
 from jdelta._naming import RegionName
+from jdelta._pins import NO_PINS, Pins
 from jdelta._spill import SpillRates, rates_of, write
 from jdelta._target import resolve
 from jdelta._trace import trace
@@ -145,7 +146,7 @@ def test_items_may_go_to_files(tmp_path):
     found, target = analysed(step, args)
     spill = jdelta.Spill(str(tmp_path), limit="5MiB", least=1024)
     files = to_files(spill, RATES, found, target)
-    items = items_of(found, target, math.inf, {}, files)
+    items = items_of(found, target, math.inf, NO_PINS, files)
     moves = {item.name: item.move(Decision.SPILL) for item in items.problem.items}
     tanh = next(r for r in found if r.name == "block/tanh")
     assert moves["block/tanh"].seconds_out == tanh.bytes / RATES.write
@@ -154,9 +155,9 @@ def test_items_may_go_to_files(tmp_path):
     assert not any(item.move(Decision.OFFLOAD) for item in items.problem.items)
     assert items.leaving == {"block/input_2": Decision.SPILL}
     with pytest.raises(jdelta.BudgetError, match=r"puts .* in files, more than the"):
-        items_of(found, target, 0.0, {"*dot*": "spill", "*tanh*": "spill"}, files)
+        items_of(found, target, 0.0, Pins({"*dot*": "spill", "*tanh*": "spill"}), files)
     with pytest.raises(jdelta.PlanMismatchError, match="no directory is given with spill="):
-        items_of(found, target, 0.0, {"block/tanh": "spill"})
+        items_of(found, target, 0.0, Pins({"block/tanh": "spill"}))
 
 
 # --- Steps -----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from jdelta._automatic import with_regions
 from jdelta._graph import graph_of
 from jdelta._items import items_of
 from jdelta._nest import walk
+from jdelta._pins import NO_PINS
 from jdelta._policy import Policy
 from jdelta._primitives import MATMULS
 from jdelta._residual import residuals
@@ -147,7 +148,7 @@ def test_the_heuristic_is_near_the_optimum(name):
     target = resolve("tpu:v5e:2x2")
     found = trace(case.step, case.state, case.batch)
     priced = [r for region in found.regions for r in residuals(region, target)]
-    problem = items_of(priced, target, 0.0, {}).problem
+    problem = items_of(priced, target, 0.0, NO_PINS).problem
     nothing = problem.overhead([Decision.RECOMPUTE] * len(problem.items))
     for share in (0.1, 0.4, 0.6):
         room = share * sum(item.bytes for item in problem.items if item.needed)

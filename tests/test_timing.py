@@ -18,6 +18,7 @@ from benchmarks.offload import layer as stack_layer
 from jdelta import BudgetError, Decision, _jax, _timing, _transfer
 from jdelta._boundary import with_boundaries
 from jdelta._items import items_of
+from jdelta._pins import NO_PINS
 from jdelta._pipeline import Clock
 from jdelta._policy import Policy
 from jdelta._region import Session
@@ -75,7 +76,7 @@ def offloading(step, args, away=AWAY):
         else Decision.RECOMPUTE
         for r in priced
     }
-    names = items_of(priced, TARGET, 0.0, {}).policy_decisions(decisions)
+    names = items_of(priced, TARGET, 0.0, NO_PINS).policy_decisions(decisions)
     policy = Policy.of(names, found.loops, TARGET.platform)
 
     def planned(*args):

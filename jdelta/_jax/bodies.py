@@ -27,9 +27,10 @@ def is_call(eqn: Eqn) -> bool:
 
 def may_inline(eqn: Eqn) -> bool:
     """Whether the equation is a call that can be replaced by its body."""
+    if not is_call(eqn) or eqn.effects:
+        return False
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    placed = any(type(s).__name__ != "UnspecifiedValue" for s in shardings)
-    return is_call(eqn) and not placed and not eqn.effects
+    return all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
 
 
 def subjaxpr(eqn: Eqn) -> Jaxpr:

@@ -7,8 +7,8 @@ With it off, a checkpoint and a name have a primitive each. With it on, both hav
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -52,25 +52,53 @@ def remat3_body(eqn: Eqn) -> Jaxpr | None:
 
 def is_shielded(eqn: Eqn) -> bool:
     """Whether the equation recomputes behind a barrier against CSE."""
-    return bool(eqn.params.get("differentiated")) and bool(eqn.params.get("prevent_cse"))
+    if eqn.primitive is not primitives.remat_p:
+        return False
+    return bool(eqn.params["differentiated"]) and bool(eqn.params["prevent_cse"])
 
 
-def answer(
-    policy: Callable[..., Any], primitive: str, avals: Sequence[Any], params: Mapping[str, Any]
-) -> str:
+def answer(policy: Callable[..., Any], eqn: Eqn) -> str:
     """What a ``jax.checkpoint`` policy says of an equation: "save", "offload" or "recompute".
 
     Args:
         policy: The policy.
-        primitive: Name of the primitive.
-        avals: Shapes of its operands.
-        params: Its parameters.
+        eqn: The equation; the policy is told its primitive, the types of its operands, literals
+            too, and its parameters.
+
+    Raises:
+        TypeError: It says something else.
     """
-    asked = getattr(primitives, f"{primitive.replace('-', '_')}_p", None)
-    asked = SimpleNamespace(name=primitive) if asked is None else asked
-    said = policy(asked, *avals, **params)
-    kinds = {"bool": "save" if said else "recompute", "SaveableType": "save"}
-    return {**kinds, "Offloadable": "offload"}.get(type(said).__name__, "recompute")
+    avals = [atom.aval for atom in eqn.invars]
+    said = policy(eqn.primitive, *avals, **_told(policy, eqn, 1 + len(avals)))
+    kind = (
+        ("recompute", "save")[said] if isinstance(said, bool) else _ANSWERS.get(type(said).__name__)
+    )
+    if kind is None:
+        raise TypeError(
+            "a policy returns True, False or what jax.checkpoint_policies return (Saveable, "
+            f"Recompute, Offloadable(src, dst)); this one returned {said!r}"
+        )
+    return kind
+
+
+_ANSWERS = {"SaveableType": "save", "RecomputeType": "recompute", "Offloadable": "offload"}
+"""From the types of JAX's own answers to what they mean."""
+
+
+def _told(policy: Callable[..., Any], eqn: Eqn, count: int) -> Mapping[str, Any]:
+    """The parameters of an equation, but for those that have the name of a positional argument.
+
+    The policies of JAX call their first argument ``prim``; so do some primitives a parameter.
+
+    Args:
+        policy: What is to be called.
+        eqn: The equation.
+        count: How many arguments it is given by position.
+    """
+    arguments = inspect.signature(policy).parameters.values()
+    by_position = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    taken = {a.name for a in by_position[:count] if a.kind is a.POSITIONAL_OR_KEYWORD}
+    return {name: value for name, value in eqn.params.items() if name not in taken}
 
 
 def named_value(eqn: Eqn) -> str | None:

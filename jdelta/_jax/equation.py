@@ -61,7 +61,7 @@ def manual_axes(eqn: Eqn) -> Sequence[str]:
 
 
 def from_template(
-    template: Eqn, sources: Sequence[Atom], targets: Sequence[Var], like: Eqn, **params: Any
+    template: Eqn, sources: Sequence[Atom], targets: Sequence[Var], like: Eqn, /, **params: Any
 ) -> Eqn:
     """The equation ``template`` for other variables, at the source line of ``like``."""
     return like.replace(
