@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 import jdelta
-from benchmarks import programs, record, steps
+from benchmarks import cases, record, steps
 from benchmarks.models import build
 from benchmarks.record import Row, bound, mib, share
 
@@ -54,10 +54,10 @@ TARGETS = ("tpu:v5e:2x2", "cuda:h100")
 
 def row(step: str, target: str, share: float) -> Row:
     """Plan one step to a share of the plain step's peak."""
-    plain = programs.traced(build(**STEPS[step]), target).measured.peak
+    plain = cases.traced(build(**STEPS[step]), target).measured.peak
     case = build(**STEPS[step], remat=jdelta.remat)
     start = time.perf_counter()
-    figures, _ = programs.plan(case, int(share * plain), target)
+    figures, _ = cases.plan(case, int(share * plain), target)
     return {"plain": plain, **figures, "seconds": time.perf_counter() - start}
 
 

@@ -34,7 +34,7 @@ from jax.sharding import SingleDeviceSharding
 from scipy.stats import kendalltau
 
 import jdelta
-from benchmarks import policies, programs, record, steps
+from benchmarks import cases, policies, record, steps
 from benchmarks.record import Row, mib
 from jdelta._measure import measure
 from jdelta._target import resolve
@@ -180,7 +180,7 @@ def unplanned(
     return figures, compiled
 
 
-def traced(step: str, variant: str, target: str, **options: Any) -> programs.Program | str:
+def traced(step: str, variant: str, target: str, **options: Any) -> cases.Program | str:
     """The plain step, or the one under a hand policy; or why the policy is not for the step."""
     if variant == "plain":
         return policies.plain(step, target, **options)
@@ -197,7 +197,7 @@ def planned(
         if isinstance(hand, str):
             return {"skipped": hand}, None
         budget = policies.same_peak(hand)
-    figures, made = programs.plan(steps.build(step, remat=jdelta.remat, **options), budget, target)
+    figures, made = cases.plan(steps.build(step, remat=jdelta.remat, **options), budget, target)
     if made is None:
         return figures, None
     return {**figures, "scheduled": made.overlap.seconds}, made.jit()
@@ -253,7 +253,7 @@ def markdown(rows: list[Row]) -> str:
 def ahead(step: str, variant: str, target: str) -> Row:
     """What the plain step or a hand policy compiles to without the device."""
     program = traced(step, variant, target)
-    assert isinstance(program, programs.Program)  # it ran on the device
+    assert isinstance(program, cases.Program)  # it ran on the device
     return {"compiled_peak": program.measured.peak, "scheduled": program.measured.overlap.seconds}
 
 

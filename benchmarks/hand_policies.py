@@ -14,7 +14,7 @@ is what the plan's own items add up to. Nothing is run on a device.
 from typing import Any
 
 import jdelta
-from benchmarks import policies, programs, record, steps
+from benchmarks import cases, policies, record, steps
 from benchmarks.record import Row, mib, share
 
 HEADS = (
@@ -35,9 +35,9 @@ def row(step: str, target: str, policy: str, **options: Any) -> Row:
     if isinstance(hand, str):
         return {"skipped": hand}
     case = steps.build(step, remat=jdelta.remat, **options)
-    planned, plan = programs.plan(case, policies.same_peak(hand), target)
+    planned, plan = cases.plan(case, policies.same_peak(hand), target)
     if plan:
-        planned |= programs.planned(case, plan).scheduled
+        planned |= cases.planned(case, plan).scheduled
     return {
         "plain_seconds": policies.plain(step, target, **options).price.seconds,
         "hand": {**hand.figures(), **hand.scheduled},

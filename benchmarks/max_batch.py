@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import policies, programs, record, steps
+from benchmarks import cases, policies, record, steps
 from benchmarks.record import Row
 from jdelta._budget import parse_budget
 from jdelta._largest import bisected
@@ -78,7 +78,7 @@ def ways(method: str, step: str, target: str, **options: Any) -> list[Callable[.
     if method in PLANS:
         units, limit = PLANS[method]
         return [functools.partial(plan, units=units, limit=limit)]
-    program = programs.traced(steps.build(step, **options), target)
+    program = cases.traced(steps.build(step, **options), target)
     return [
         functools.partial(hand, policy=policy)
         for policy in policies.POLICIES
@@ -88,16 +88,16 @@ def ways(method: str, step: str, target: str, **options: Any) -> list[Callable[.
 
 def plain(step: str, target: str, room: int, **options: Any) -> Row:
     """Tries the plain step."""
-    return _tried(programs.traced(steps.build(step, **options), target), room)
+    return _tried(cases.traced(steps.build(step, **options), target), room)
 
 
 def hand(step: str, target: str, room: int, *, policy: str, **options: Any) -> Row:
     """Tries a hand policy."""
-    program = programs.traced(policies.build(policy, step, **options), target)
+    program = cases.traced(policies.build(policy, step, **options), target)
     return {"policy": policy, **_tried(program, room)}
 
 
-def _tried(program: programs.Program, room: int) -> Row:
+def _tried(program: cases.Program, room: int) -> Row:
     measured, host_room = program.measured, program.target.host_memory
     fits = not measured.refused and measured.peak <= room
     fits = fits and (host_room is None or measured.host <= host_room)
@@ -109,13 +109,13 @@ def plan(
 ) -> Row:
     """Tries a plan, whose predicted overhead may be `limit` of the plain step."""
     case = steps.build(step, remat=steps.UNITS[units], **options)
-    found, made = programs.plan(case, room, target)
+    found, made = cases.plan(case, room, target)
     if made is None:
         return {"fits": False, "plan": found}
     added = 0.0
     if made.policy is not None:
-        plain = programs.traced(steps.build(step, **options), target)
-        added = programs.planned(case, made).added(plain)
+        plain = cases.traced(steps.build(step, **options), target)
+        added = cases.planned(case, made).added(plain)
     return {"fits": limit is None or added <= limit, "added": added, "plan": found}
 
 

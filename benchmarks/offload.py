@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 import jdelta
-from benchmarks import programs, record
+from benchmarks import cases, record
 from benchmarks.models import build, checkpoint
 from benchmarks.record import Row, mib, share
 from jdelta._measure import Measurement, measure
@@ -131,7 +131,7 @@ def half_away(target: str, rest: str) -> tuple[Row, jdelta.Plan]:
 
     The budget is the peak of recompute by hand, and what is kept.
     """
-    hand = programs.traced(build("gpt2-xl", **GPT2, remat=checkpoint("gpt2-xl")), target)
+    hand = cases.traced(build("gpt2-xl", **GPT2, remat=checkpoint("gpt2-xl")), target)
     case = build("gpt2-xl", **GPT2, remat=jdelta.remat)
     args = case.state, case.batch
     found = trace(case.step, *hand.target.abstract(args))
@@ -166,9 +166,9 @@ def row(step: str, target: str) -> Row:
     kept = [r for r in plan.residuals if chosen[r.name] is jdelta.Decision.SAVE]
     overlap = plan.overlap
     noted: Row = {}
-    if target in programs.PER_CYCLE:
+    if target in cases.PER_CYCLE:
         text = plan.compiled.as_text() or ""
-        noted = {"by_cycles": programs.overlap_by_cycles(text, resolve(target)).hidden}
+        noted = {"by_cycles": cases.overlap_by_cycles(text, resolve(target)).hidden}
     return {
         **found,
         "compiled_peak": plan.compiled_peak,

@@ -8,7 +8,7 @@ compiled peak as a share of the budget, *+* the predicted overhead. Nothing is r
 """
 
 import jdelta
-from benchmarks import programs, record
+from benchmarks import cases, record
 from benchmarks.budgets import STEPS as ALL
 from benchmarks.budgets import TARGETS
 from benchmarks.models import build
@@ -25,9 +25,9 @@ HEADS = ["step", "target", "budget", *(f"{way} {what}" for way in WAYS for what 
 
 def row(step: str, target: str, share: float) -> Row:
     """Plans one step to a share of the plain step's peak, both ways."""
-    budget = int(share * programs.traced(build(**STEPS[step]), target).measured.peak)
+    budget = int(share * cases.traced(build(**STEPS[step]), target).measured.peak)
     plans = {
-        way: programs.plan(
+        way: cases.plan(
             build(**STEPS[step], remat=jdelta.remat), budget, target, per_layer=per_layer
         )[0]
         for way, per_layer in WAYS.items()

@@ -16,7 +16,7 @@ import statistics
 from scipy.stats import kendalltau
 
 import jdelta
-from benchmarks import programs, record
+from benchmarks import cases, record
 from benchmarks.budgets import STEPS, TARGETS
 from benchmarks.models import build
 from benchmarks.record import Row, mib
@@ -39,7 +39,7 @@ SUMMARY = "step target base values worth off tau".split()
 @functools.cache
 def staged(step: str, target: str) -> tuple[Step, Trace, Items]:
     """A step and its items."""
-    made, found = programs.staged(build(**STEPS[step], remat=jdelta.remat), target)
+    made, found = cases.staged(build(**STEPS[step], remat=jdelta.remat), target)
     residuals = with_boundaries(found, made.target)
     return made, found, items_of(residuals, made.target, 0.0, NO_PINS, None)
 
@@ -68,10 +68,10 @@ def seconds(step: str, target: str, base: str, value: str | None) -> float:
     policy = Policy.of(names, found.loops, made.target.platform)
     emission = emit(made, policy)
     graph = emission.timeline.graph
-    program = programs.Program(graph, emission.lower, made.target, emission.options)
+    program = cases.Program(graph, emission.lower, made.target, emission.options)
     compiled = program.scheduled
-    if target in programs.PER_CYCLE:
-        return compiled["cycles"] / programs.clock(made.target)
+    if target in cases.PER_CYCLE:
+        return compiled["cycles"] / cases.clock(made.target)
     return compiled["scheduled"]
 
 

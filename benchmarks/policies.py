@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import models, programs, steps
+from benchmarks import cases, models, steps
 from benchmarks.models import Case
 
 ready = jax.checkpoint_policies
@@ -96,12 +96,12 @@ def refusal(policy: str, step: str, names: set[str], offload_refusal: str | None
 
 
 @functools.cache
-def plain(step: str, target: str, **options: Any) -> programs.Program:
+def plain(step: str, target: str, **options: Any) -> cases.Program:
     """The step as it is; arguments are those of `program`."""
-    return programs.traced(steps.build(step, **options), target)
+    return cases.traced(steps.build(step, **options), target)
 
 
-def program(policy: str, step: str, target: str, **options: Any) -> programs.Program | str:
+def program(policy: str, step: str, target: str, **options: Any) -> cases.Program | str:
     """The step under a policy; or why the policy is not for the step.
 
     Args:
@@ -112,10 +112,10 @@ def program(policy: str, step: str, target: str, **options: Any) -> programs.Pro
     """
     known = plain(step, target, **options)
     why = refusal(policy, step, known.names(), known.target.offload_refusal)
-    return why or programs.traced(build(policy, step, **options), target)
+    return why or cases.traced(build(policy, step, **options), target)
 
 
-def same_peak(program: programs.Program) -> int:
+def same_peak(program: cases.Program) -> int:
     """A budget that is a program's peak: buffers of some bytes, which XLA adds or not, left aside.
 
     GPT-2 with everything recomputed takes 256 bytes more or less on a GPU by who emits it. It is no

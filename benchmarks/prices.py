@@ -12,7 +12,7 @@ of both compiled programs. Nothing is run on a device.
 """
 
 import jdelta
-from benchmarks import programs, record
+from benchmarks import cases, record
 from benchmarks.budgets import STEPS, TARGETS, refusal
 from benchmarks.models import build
 from benchmarks.record import Row
@@ -30,14 +30,14 @@ def row(step: str, target: str, share: float | None) -> Row:
         target: Where to compile for.
         share: The budget of a plan, as a part of the plain peak; None for the plain step.
     """
-    plain = programs.traced(build(**STEPS[step]), target)
+    plain = cases.traced(build(**STEPS[step]), target)
     if share is None:
         return _seconds(plain)
     case = build(**STEPS[step], remat=jdelta.remat)
-    found, plan = programs.plan(case, int(share * plain.measured.peak), target)
+    found, plan = cases.plan(case, int(share * plain.measured.peak), target)
     if plan is None:
         return found
-    planned = programs.planned(case, plan)
+    planned = cases.planned(case, plan)
     return {
         "peak": plan.compiled_peak,
         "estimate": plan.overhead_share,
@@ -46,14 +46,14 @@ def row(step: str, target: str, share: float | None) -> Row:
     }
 
 
-def _seconds(plain: programs.Program) -> Row:
+def _seconds(plain: cases.Program) -> Row:
     """The plain step by all readings."""
     traced, compiled, target = plain.price.compute, plain.scheduled, plain.target
     if not compiled:
         return {"traced": traced}
     seconds = {"traced": traced, "compiled": compiled["scheduled"]}
-    if target.name in programs.PER_CYCLE:
-        seconds["cycles"] = compiled["cycles"] / programs.clock(target)
+    if target.name in cases.PER_CYCLE:
+        seconds["cycles"] = compiled["cycles"] / cases.clock(target)
     return seconds
 
 

@@ -1,216 +1,236 @@
-"""Training steps as programs, by hand or planned: traced, priced alike, compiled for a target."""
+"""The zoo of `tests/programs` on two compilers: is every promise kept for every step?
 
-import dataclasses
-import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+For each program and target, ahead of time: the peak of the plain step and that of `jax.checkpoint`
+around the same units by hand; what jdelta comes to for the peak by hand and a fiftieth more; the
+plan for 60 % of the plain peak, its use of the budget, predicted overhead, compiles and seconds, of
+which XLA takes a part. What is not right is named. Nothing is run on a device.
+
+    python -m benchmarks.programs --only layers.mlp --json benchmarks/results/programs.json
+
+A row that is already in the JSON file is not run again, so an interrupted run resumes.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 import jdelta
-from benchmarks.models import Case
-from benchmarks.record import Row
-from jdelta._call import call_of
-from jdelta._chips import Rates
-from jdelta._cost import program_seconds
-from jdelta._emit import Step, emit
-from jdelta._graph import Graph, graph_of
-from jdelta._hlo import Computation, Instruction, Module, parse
-from jdelta._hlo_cost import seconds
-from jdelta._marks import NOTHING, Computed
-from jdelta._measure import Measurement, measure
-from jdelta._overlap import Overlap, read_overlap
-from jdelta._planned import step_of
-from jdelta._policy import Policy
+from benchmarks import cases, record
+from benchmarks.record import Row, mib, share
+from jdelta._graph import graph_of
 from jdelta._shardy import shardings_of
-from jdelta._target import Target, resolve
-from jdelta._trace import Trace, trace, walk
+from jdelta._target import resolve
+from tests.programs import PROGRAMS, Program, unmarked
 
-PER_CYCLE = {"tpu:v5e:2x2": 4 * 2 * 128 * 128, "tpu:v5p:2x2x1": 8 * 2 * 128 * 128}
-"""By target, what its matrix units of 128 x 128 add and multiply in a cycle."""
+TARGETS = ("tpu:v5e:2x2", "cuda:h100")
+SHARE = 0.6
+"""Of the plain step's peak: the budget of the plan."""
 
+BAR = 1.02
+"""Of the peak by hand: what jdelta has to reach."""
 
-@dataclass(frozen=True)
-class Price:
-    """Predicted seconds of a program, by the one cost model that also makes plans.
+USED = 0.85
+"""Of the budget: what a plan that adds time has to use."""
 
-    Attributes:
-        compute: Seconds of all operations, one after the other.
-        to_host: Bytes copied to host memory in a step, as the compiled program does.
-        to_device: Bytes copied back.
-        seconds: Everything, with the part of the copies that the compiled schedule exposes.
-    """
+COMPILE = "/jax/core/compile/backend_compile_duration"
+"""What JAX calls the seconds of a compiler."""
 
-    compute: float
-    to_host: int
-    to_device: int
-    seconds: float
+LARGE = {name: found for name, found in PROGRAMS.items() if found.large}
 
 
-@dataclass(frozen=True)
-class Program:
-    """A step, not compiled yet.
-
-    Attributes:
-        graph: Its operations.
-        lower: Lowers it for the target.
-        target: What it is for.
-        options: Options of XLA to compile it with.
-        computed: Named values that its plan wants looked for in the compiled program.
-    """
-
-    graph: Graph
-    lower: Callable[[], jax.stages.Lowered]
-    target: Target
-    options: Mapping[str, str | bool] = field(default_factory=dict[str, str | bool])
-    computed: Computed = NOTHING
-
-    @functools.cached_property
-    def measured(self) -> Measurement:
-        """What the compiler says."""
-        return measure(self.lower(), self.target, self.options, computed=self.computed)[1]
-
-    @functools.cached_property
-    def scheduled(self) -> Row:
-        """What its compiled instructions take; nothing if the compiler refuses it.
-
-        "scheduled" are predicted seconds, with exposed transfers; "cycles" are what a TPU's
-        compiler expects of each instruction, transfers left out.
-        """
-        compiled, _ = measure(self.lower(), self.target, self.options, executable=True)
-        if compiled is None:
-            return {}
-        module = parse(compiled.as_text() or "")
-        overlap = read_overlap(module, self.target.rates)
-        cycles = read_overlap(module, self.target.rates, noted_cycles).compute
-        return {"scheduled": overlap.seconds, "cycles": int(cycles)}
-
-    def added(self, plain: "Program") -> float:
-        """What its compiled instructions take more than those of the plain step, as a part of it.
-
-        Where the compiler refuses the plain step, both are priced as they are traced.
-        """
-        if plain.scheduled:
-            return self.scheduled["scheduled"] / plain.scheduled["scheduled"] - 1
-        return self.added_as_traced(plain)
-
-    def added_as_traced(self, plain: "Program") -> float:
-        """What its operations as traced are priced above those of the plain step, as a part."""
-        return self.price.seconds / plain.price.seconds - 1
-
-    @functools.cached_property
-    def price(self) -> Price:
-        """Predicted seconds of its operations as traced."""
-        return self.priced(self.measured.overlap)
-
-    def priced(self, overlap: Overlap) -> Price:
-        """The same where it is known already what its compiled schedule hides."""
-        compute = program_seconds(self.graph, self.target.rates, self.target.platform)
-        return Price(compute, overlap.bytes_out, overlap.bytes_in, compute + overlap.exposed)
-
-    def names(self) -> set[str]:
-        """Names that `checkpoint_name` gave to its values."""
-        return {str(op.name) for op, _ in walk(self.graph) if op.name}
-
-    def figures(self) -> Row:
-        """Everything known of it, as a part of a row."""
-        return {**dataclasses.asdict(self.measured), "price": dataclasses.asdict(self.price)}
-
-
-def noted_cycles(
-    module: Module, computation: Computation, instruction: Instruction, rates: Rates
-) -> float:
-    """A price for `read_overlap`: the cycles that a TPU's compiler notes; 0 where it notes none."""
-    return float(instruction.config.get("window_config", {}).get("estimated_cycles", 0))
-
-
-def clock(target: Target) -> float:
-    """Cycles in a second of a TPU of `PER_CYCLE`."""
-    return target.rates.flops("bfloat16") / PER_CYCLE[target.name]
-
-
-def overlap_by_cycles(text: str, target: Target) -> Overlap:
-    """The schedule of a program for a TPU, read by the cycles noted on it, else by the roofline."""
-
-    def price(
-        module: Module, computation: Computation, instruction: Instruction, rates: Rates
-    ) -> float:
-        where = module, computation, instruction, rates
-        return noted_cycles(*where) / clock(target) or seconds(*where)
-
-    return read_overlap(parse(text), target.rates, price)
-
-
-def traced(case: Case, target: str) -> Program:
-    """The step of a case as it is."""
+def built(program: Program, remat: Callable[..., Any], target: str) -> cases.Program:
+    """The step with something around its units, not compiled yet."""
+    assert program.large
+    step, args = program.make(program.large, remat)
     where = resolve(target)
-    placed = where.abstract((case.state, case.batch))
-    plain = jax.jit(case.step, donate_argnums=0).trace(*placed)
-    lower = functools.partial(plain.lower, lowering_platforms=(where.platform,))
-    shardings = shardings_of(plain.jaxpr, placed, where.platform)
-    return Program(graph_of(plain.jaxpr, shardings), lower, where)
+    placed = where.abstract(args)
+    found = jax.jit(step, **dict(program.options)).trace(*placed)
+    graph = graph_of(found.jaxpr, shardings_of(found.jaxpr, placed, where.platform))
+    return cases.Program(graph, lambda: found.lower(lowering_platforms=(where.platform,)), where)
 
 
-def recomputed(case: Case, target: str) -> Program:
-    """The step of a case, built with `jdelta.remat`, with everything in its units recomputed."""
-    step, found = staged(case, target)
-    emission = emit(step, Policy.of({}, found.loops, step.target.platform))
-    return Program(emission.timeline.graph, emission.lower, step.target, emission.options)
+def planned(program: Program, budget: int, target: str) -> Row:
+    """What becomes of a program under a budget, bytes."""
+    assert program.large
+    step, args = program.make(program.large, unmarked)
+    begin = time.perf_counter()
+    with compiling() as took:
+        try:
+            options = dict(program.options)
+            plan = jdelta.plan(step, budget, *args, target=target, **options)
+        except jdelta.JdeltaError as error:
+            found: Row = {"error": type(error).__name__, "says": str(error), "budget": budget}
+            found["floor"] = getattr(error, "floor", None)
+        except Exception as error:  # what no user should see: it is a row, too
+            found = {"error": type(error).__name__, "says": str(error), "raw": True}
+        else:
+            found = {**cases.of_plan(plan), "result": plan.result}
+    return {**found, "seconds": time.perf_counter() - begin, "xla": sum(took)}
 
 
-def staged(case: Case, target: str) -> tuple[Step, Trace]:
-    """The step of a case, built with `jdelta.remat`, before anything is decided."""
-    where = resolve(target)
-    args = where.abstract((case.state, case.batch))
-    found = trace(case.step, *args)
-    return Step(case.step, args, (0,), where, found.aliases), found
+@contextlib.contextmanager
+def compiling() -> Iterator[list[float]]:
+    """Seconds of each compile, as long as the context lasts."""
+    took: list[float] = []
 
+    def add(event: str, seconds: float, **_: Any) -> None:
+        if event == COMPILE:
+            took.append(seconds)
 
-def planned(case: Case, plan: jdelta.Plan) -> Program:
-    """The step of a case under a plan that was made for it."""
-    call = call_of(case.step, plan.static, (case.state, case.batch), {})
-    step, _ = step_of(plan, call, plan.donate_argnums)
-    emission = emit(step, plan.policy)
-    graph, computed = emission.timeline.graph, emission.computed
-    return Program(graph, emission.lower, step.target, emission.options, computed)
-
-
-def plan(case: Case, budget: float, target: str, **options: Any) -> tuple[Row, jdelta.Plan | None]:
-    """Plans the step of a case, built with `jdelta.remat`, to a budget: bytes or a share.
-
-    `options` are further ones of `jdelta.plan`.
-
-    Returns:
-        What is known of the plan, as a part of a row, and the plan; only the error and the floor if
-        there is none.
-    """
+    jax.monitoring.register_event_duration_secs_listener(add)
     try:
-        made = jdelta.plan(
-            case.step, budget, case.state, case.batch, target=target, donate_argnums=0, **options
+        yield took
+    finally:
+        jax.monitoring.unregister_event_duration_listener(add)
+
+
+def row(step: str, target: str) -> Row:
+    """Everything about one program of the table on one target."""
+    program = PROGRAMS[step]
+    with program.around():
+        plain = built(program, unmarked, target)
+        found: Row = {"plain": plain.measured.peak, "plain_seconds": plain.price.seconds}
+        if program.units:
+            hand = built(program, jax.checkpoint, target)
+            found["hand"] = {"peak": hand.measured.peak, "seconds": hand.price.seconds}
+            found["at_hand"] = planned(program, int(BAR * hand.measured.peak), target)
+        found["plan"] = planned(program, int(SHARE * plain.measured.peak), target)
+    return {**found, "failures": failures(found)}
+
+
+def failures(r: Row) -> list[str]:
+    """What is not right of a row, in words."""
+    return [*wrong_by_hand(r), *wrong_of_plan(r, r["plan"])]
+
+
+def wrong_by_hand(r: Row) -> Iterator[str]:
+    """What `jax.checkpoint` around the units does better."""
+    if "hand" not in r:
+        return
+    peak, at = r["hand"]["peak"], r["at_hand"]
+    if at.get("raw"):
+        yield f"{at['error']}: {at['says'].splitlines()[0]}"
+    elif "error" in at:
+        yield f"by hand {mib(peak)} MiB, here {mib(at['floor'])}"
+    elif slower(r):
+        yield f"by hand {share(r['hand']['seconds'], r['plain_seconds'])} of the plain step's time"
+
+
+def slower(r: Row) -> bool:
+    """Whether the plan for the peak by hand is predicted to be slower than what is by hand."""
+    return r["plain_seconds"] + r["at_hand"]["overhead"] > BAR * r["hand"]["seconds"]
+
+
+def wrong_of_plan(r: Row, plan: Row) -> Iterator[str]:
+    """What is not right of a plan, or of its refusal."""
+    if plan.get("raw"):
+        yield f"{plan['error']}: {plan['says'].splitlines()[0]}"
+    elif "error" in plan:
+        yield from wrong_of_floor(r, plan["floor"], plan["budget"])
+    else:
+        yield from wrong_of_floor(r, plan["floor"], 0)
+        if plan["compiled_peak"] > plan["budget"]:
+            yield f"{mib(plan['compiled_peak'])} MiB of {mib(plan['budget'])}"
+        if plan["floor"] and plan["floor"] > plan["compiled_peak"]:
+            yield f"floor {mib(plan['floor'])} MiB, plan {mib(plan['compiled_peak'])}"
+        if is_unused(plan):
+            yield f"{used(plan)} used, {added(plan)} added"
+
+
+def is_unused(plan: Row) -> bool:
+    """Whether budget is left at a price, and nothing says why."""
+    left = plan["compiled_peak"] < USED * plan["budget"]
+    return left and plan["overhead"] > 1e-3 * plan["step_seconds"] and "fit" not in plan["result"]
+
+
+def wrong_of_floor(r: Row, floor: int | None, above: int) -> Iterator[str]:
+    """What a floor may not be."""
+    if floor is None:
+        yield "refused without a floor"
+    elif not above < floor <= r["plain"]:
+        yield f"floor {mib(floor)} MiB, plain step {mib(r['plain'])}"
+
+
+HEADS = (
+    *("step", "target", "plain", "by hand", "here", "60 %", "used", "added", "compiles"),
+    *("seconds", "XLA"),
+)
+
+
+def cells(r: Row) -> list[str]:
+    """One line of the table; sizes in MiB."""
+    hand, at, plan = r.get("hand"), r.get("at_hand"), r["plan"]
+    by_hand = mib(hand["peak"]) if hand else "-"
+    here = mib(at.get("compiled_peak", at.get("floor"))) if at else "-"
+    head = [r["step"], r["target"], mib(r["plain"]), by_hand, here]
+    times = [f"{plan[what]:.1f}" for what in ("seconds", "xla")]
+    if "error" in plan:
+        return [*head, f"floor {mib(plan.get('floor'))}", "-", "-", "-", *times]
+    figures = [mib(plan["compiled_peak"]), used(plan), added(plan), str(plan["compiles"])]
+    return [*head, *figures, *times]
+
+
+def used(plan: Row) -> str:
+    """The compiled peak as a part of the budget."""
+    return share(plan["compiled_peak"], plan["budget"])
+
+
+def added(plan: Row) -> str:
+    """The predicted overhead as a part of the plain step."""
+    return share(plan["overhead"], plan["step_seconds"])
+
+
+def failed(rows: list[Row]) -> list[list[str]]:
+    """One line a program, target and failure."""
+    return [[r["step"], r["target"], what] for r in rows for what in r["failures"]]
+
+
+def summary(rows: list[Row]) -> list[list[str]]:
+    """One line a target: how many programs, and how many of them keep which promise."""
+    lines: list[list[str]] = []
+    for target in dict.fromkeys(r["target"] for r in rows):
+        found = [r for r in rows if r["target"] == target]
+        hand = [r for r in found if "hand" in r]
+        reached = [r for r in hand if "error" not in r["at_hand"]]
+        plans = [r["plan"] for r in found if "error" not in r["plan"]]
+        figures = (
+            *(len(found), len(hand), len(reached), len(plans)),
+            sum(not is_unused(plan) for plan in plans),
+            sum(not r["failures"] for r in found),
         )
-    except jdelta.BudgetError as error:
-        return {"error": str(error), "floor": error.floor, "budget": budget}, None
-    price = planned(case, made).priced(made.overlap)
-    return {**of_plan(made), "price": dataclasses.asdict(price)}, made
+        lines.append([target, *map(str, figures)])
+    return lines
 
 
-def of_plan(plan: jdelta.Plan) -> Row:
-    """What a plan promises, and what the compiler says."""
-    kept = sum(d is not jdelta.Decision.RECOMPUTE for d in plan.decisions.values())
-    return {
-        "budget": plan.budget,
-        "predicted_peak": plan.predicted_peak,
-        "compiled_peak": plan.compiled_peak,
-        "code_bytes": plan.code_bytes,
-        "host_bytes": plan.host_bytes,
-        "floor": plan.floor,
-        "ceiling": plan.ceiling,
-        "estimates": list(plan.estimates),
-        "overhead": plan.overhead,
-        "step_seconds": plan.step_seconds,
-        "compiles": plan.compiles,
-        "layers": plan.grouping.layers,
-        "kept": kept,
-        "residuals": len(plan.decisions),
-    }
+SUMMARY = (
+    *("target", "programs", "with units", "reach the peak by hand", "planned to 60 %"),
+    *("use it", "all right"),
+)
+
+
+def markdown(rows: list[Row]) -> str:
+    """The rows as the docs show them: a summary, what is not right, and all of them."""
+    return "\n\n".join(
+        [
+            record.table(SUMMARY, summary(rows)),
+            record.table(("step", "target", "what is not right"), failed(rows)),
+            record.table(HEADS, map(cells, rows)),
+        ]
+    )
+
+
+def main() -> None:
+    parser = record.parser(__doc__, LARGE, TARGETS)
+    parser.add_argument("--only", action="append", choices=LARGE, metavar="NAME", dest="step")
+    options = record.options(parser, markdown)
+    jobs = record.jobs(options.target or TARGETS, options.step or LARGE)
+    rows = record.run(jobs, row, options.json)
+    record.show("every program (MiB per device)", HEADS, map(cells, rows))
+    record.show("what is not right", ("step", "target", "what"), failed(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 import jdelta
-from benchmarks import policies, programs, record
+from benchmarks import cases, policies, record
 from benchmarks.models import Case, checkpoint, find, identity
 from benchmarks.record import Row, mib
 from jdelta import plot
@@ -115,7 +115,7 @@ def _plan(made: Case, way: str, spill: jdelta.Spill, kept: jax.stages.Compiled) 
         except jdelta.BudgetError as error:
             return jdelta.plan(made.step, error.floor, *args[2:], donate_argnums=0, spill=spill)
     if jax.default_backend() == "gpu":
-        _, found = programs.staged(made, resolve().name)
+        _, found = cases.staged(made, resolve().name)
         known = (r.name for graph in found.regions for r in residuals_of(graph, resolve()))
         rest, names = "recompute", [name for name in known if name.endswith(PRODUCTS)]
     else:

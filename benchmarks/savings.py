@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from benchmarks import policies, programs, record, steps
+from benchmarks import cases, policies, record, steps
 from benchmarks.budgets import refusal
 from benchmarks.record import Row, bound, mib, share
 
@@ -47,24 +47,24 @@ def row(
     plain = plain_figures(step, target, tuple(options.items()))
     case = steps.build(step, remat=steps.UNITS[units], **options)
     budget = floor(case, target) if saving is None else _budget(plain, of, saving)
-    return {"plain": plain, "plan": programs.plan(case, budget, target)[0]}
+    return {"plain": plain, "plan": cases.plan(case, budget, target)[0]}
 
 
 @functools.lru_cache(maxsize=1)
 def plain_figures(step: str, target: str, options: tuple[tuple[str, Any], ...]) -> Row:
     """What the plain step takes, and how much of it is resident, that is no activation."""
-    plain = programs.traced(steps.build(step, **dict(options)), target)
+    plain = cases.traced(steps.build(step, **dict(options)), target)
     measured = plain.measured
     if measured.refused:  # a refusal tells the peak only; arguments and results are the same
         case = policies.build("nothing_saveable", step, **dict(options))
-        measured = programs.traced(case, target).measured
+        measured = cases.traced(case, target).measured
     resident = measured.arguments + measured.outputs - measured.aliased
     return {**plain.figures(), "resident": resident}
 
 
 def floor(case: Any, target: str) -> int:
     """The least peak that a plan reaches, bytes."""
-    found, _ = programs.plan(case, 1, target)
+    found, _ = cases.plan(case, 1, target)
     return found["floor"]
 
 

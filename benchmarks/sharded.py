@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdelta
-from benchmarks import programs, record
+from benchmarks import cases, record
 from benchmarks.budgets import HEADS, cells
 from benchmarks.models import Case, build
 from benchmarks.record import Row
@@ -97,11 +97,11 @@ def _axes(path: Any, leaf: Any) -> tuple[str | None, ...]:
 
 def row(step: str, target: str, share: float) -> Row:
     """Plan one step to a share of the plain step's peak, or of the device if that has less."""
-    plain = programs.traced(case(STEPS[step]), target).measured
+    plain = cases.traced(case(STEPS[step]), target).measured
     room = min(plain.peak, resolve(target).memory)
     start = time.perf_counter()
     marked = case(STEPS[step], remat=jdelta.remat)
-    figures, _ = programs.plan(marked, int(share * room), target)
+    figures, _ = cases.plan(marked, int(share * room), target)
     seconds = time.perf_counter() - start
     return {"plain": plain.peak, "plain_refused": plain.refused, **figures, "seconds": seconds}
 

@@ -11,7 +11,7 @@ import functools
 import statistics
 
 import jdelta
-from benchmarks import programs, record
+from benchmarks import cases, record
 from benchmarks.budgets import STEPS, TARGETS
 from benchmarks.models import build
 from benchmarks.record import Row, mib
@@ -39,7 +39,7 @@ def row(step: str, target: str, kept: float | None) -> Row:
 @functools.lru_cache(maxsize=1)
 def traced(step: str, target: str) -> tuple[Step, Trace]:
     """A step for a target."""
-    return programs.staged(build(**STEPS[step], remat=jdelta.remat), target)
+    return cases.staged(build(**STEPS[step], remat=jdelta.remat), target)
 
 
 def policy(step: Step, found: Trace, kept: float) -> Policy:

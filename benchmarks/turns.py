@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 import jdelta
-from benchmarks import device, offload, policies, programs, record, steps
+from benchmarks import cases, device, offload, policies, record, steps
 from benchmarks.models import Case, build
 from benchmarks.record import Row, mib, share
 from jdelta._measure import measure
@@ -76,7 +76,7 @@ def ahead(what: str, step: str, target: str, plans: Path, **options: Any) -> Row
     for variant, plan in make(step, target, **options):
         if plan:
             plan.save(str(file(plans, step, variant)))
-            row[variant] = programs.of_plan(plan)
+            row[variant] = cases.of_plan(plan)
     return row
 
 
@@ -95,7 +95,7 @@ def as_by_hand(step: str, target: str, **options: Any) -> Iterator[tuple[str, jd
             continue
         hand = policies.program(policy, step, target, **options)
         if not isinstance(hand, str):
-            yield variant, programs.plan(case, policies.same_peak(hand), target)[1]
+            yield variant, cases.plan(case, policies.same_peak(hand), target)[1]
 
 
 def case_of(what: str, step: str, **options: Any) -> Case:
@@ -106,7 +106,7 @@ def case_of(what: str, step: str, **options: Any) -> Case:
 
 def lowered(
     what: str, step: str, target: str, plans: Path, **options: Any
-) -> Iterator[tuple[str, tuple[jax.stages.Lowered, programs.Program]]]:
+) -> Iterator[tuple[str, tuple[jax.stages.Lowered, cases.Program]]]:
     """The programs of a step, of those under plans the ones whose files are there."""
     case, where = case_of(what, step, **options), resolve(target)
     state, batch = where.abstract((case.state, case.batch))
@@ -117,7 +117,7 @@ def lowered(
             if isinstance(program, str):
                 continue
         elif file(plans, step, variant).exists():
-            program = programs.planned(case, loaded(file(plans, step, variant)))
+            program = cases.planned(case, loaded(file(plans, step, variant)))
         else:
             continue
         low = program.lower()
@@ -142,7 +142,7 @@ def loaded(path: Path) -> jdelta.Plan:
     return plan
 
 
-def compiled(low: jax.stages.Lowered, program: programs.Program) -> tuple[Any, Row]:
+def compiled(low: jax.stages.Lowered, program: cases.Program) -> tuple[Any, Row]:
     """A program that can be called (None if it does not fit), and what the compiler says of it."""
     call, found = measure(low, program.target, program.options, executable=True)
     return call, {

@@ -8,7 +8,7 @@ Nothing is run on a device.
     python -m benchmarks.unmarked --target cuda:h100 --json benchmarks/results/unmarked.json
 """
 
-from benchmarks import budgets, programs, record
+from benchmarks import budgets, cases, record
 from benchmarks.models import build
 from benchmarks.record import Row, mib, share
 from benchmarks.steps import UNITS
@@ -25,10 +25,10 @@ HEADS = [
 
 def row(step: str, target: str, share: float) -> Row:
     """Plans one step to a share of the plain step's peak, both ways."""
-    plain = programs.traced(build(**STEPS[step]), target)
+    plain = cases.traced(build(**STEPS[step]), target)
     budget = int(share * plain.measured.peak)
     plans = {
-        units: programs.plan(build(**STEPS[step], remat=remat), budget, target)[0]
+        units: cases.plan(build(**STEPS[step], remat=remat), budget, target)[0]
         for units, remat in UNITS.items()
     }
     return {"budget": budget, "plain_seconds": plain.price.seconds, **plans}

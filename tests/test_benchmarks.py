@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks import (
     budgets,
+    cases,
     compiled_order,
     copying,
     device,
@@ -26,7 +27,6 @@ from benchmarks import (
     pins,
     policies,
     prices,
-    programs,
     record,
     resident,
     rok,
@@ -99,11 +99,11 @@ def tiny(monkeypatch):
 
 
 def plain():
-    return programs.traced(steps.build("tiny"), "cpu")
+    return cases.traced(steps.build("tiny"), "cpu")
 
 
 def by_hand(policy, target="cpu"):
-    return programs.traced(policies.build(policy, "tiny"), target)
+    return cases.traced(policies.build(policy, "tiny"), target)
 
 
 def test_a_run_resumes_from_its_file(tmp_path):
@@ -153,8 +153,8 @@ ENTRY %main (x: f32[50]) -> f32[50] {{
   ROOT %z = f32[50]{{0}} negate(%y)
 }}
 """
-    assert programs.clock(target) == 1e3
-    assert programs.overlap_by_cycles(text, target).compute == pytest.approx(0.5 + 0.4)
+    assert cases.clock(target) == 1e3
+    assert cases.overlap_by_cycles(text, target).compute == pytest.approx(0.5 + 0.4)
 
 
 def test_root_of_l_recomputes_once_more_than_per_block():
@@ -172,7 +172,7 @@ def test_names_that_are_saved_are_not_recomputed():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 def test_blocks_carry_the_names_of_every_maxtext_set(name):
-    names = programs.traced(models.build(name, small=True, scan=True), "cpu").names()
+    names = cases.traced(models.build(name, small=True, scan=True), "cpu").names()
     for key, policy in policies.POLICIES.items():
         if key.startswith("maxtext:") and policy.names:
             assert names & set(policy.names), key

@@ -13,13 +13,13 @@ ones do not fill the matrix units.
 import jax
 import jax.numpy as jnp
 
-from benchmarks import programs, record
+from benchmarks import cases, record
 from benchmarks.record import Row
 from jdelta._hlo import parse
 from jdelta._overlap import read_overlap
 from jdelta._target import resolve
 
-TARGETS = tuple(programs.PER_CYCLE)
+TARGETS = tuple(cases.PER_CYCLE)
 PRODUCTS = {
     "square": ("ij,jk->ik", (4096, 4096), (4096, 4096)),
     "MLP": ("ij,jk->ik", (8192, 768), (768, 3072)),
@@ -38,7 +38,7 @@ def row(step: str, target: str) -> Row:
     text = traced.lower(lowering_platforms=(where.platform,)).compile().as_text() or ""
     return {
         "roofline": read_overlap(parse(text), where.rates).compute,
-        "noted": programs.overlap_by_cycles(text, where).compute,
+        "noted": cases.overlap_by_cycles(text, where).compute,
     }
 
 

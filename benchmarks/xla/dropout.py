@@ -16,7 +16,7 @@ import itertools
 
 import jax.numpy as jnp
 
-from benchmarks import programs, record
+from benchmarks import cases, record
 from benchmarks.models import checkpoint, find
 from benchmarks.record import Row, mib
 from jdelta import remat
@@ -31,9 +31,9 @@ def row(target: str, dtype: str, scan: bool) -> Row:
     model = dataclasses.replace(find("gpt2"), layers=2, batch=8, dtype=jnp.dtype(dtype), scan=scan)
     by_hand = checkpoint("gpt2", prevent_cse=not scan)
     return {
-        "plain": programs.traced(model.case("gpt2", lambda unit: unit), target).measured.peak,
-        "checkpoint": programs.traced(model.case("gpt2", by_hand), target).measured.peak,
-        "jdelta": programs.recomputed(model.case("gpt2", remat), target).measured.peak,
+        "plain": cases.traced(model.case("gpt2", lambda unit: unit), target).measured.peak,
+        "checkpoint": cases.traced(model.case("gpt2", by_hand), target).measured.peak,
+        "jdelta": cases.recomputed(model.case("gpt2", remat), target).measured.peak,
     }
 
 

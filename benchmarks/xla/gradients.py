@@ -16,7 +16,7 @@ those of an iteration's MLP until its attention is done with.
 
 from unittest import mock
 
-from benchmarks import programs, record
+from benchmarks import cases, record
 from benchmarks.budgets import STEPS
 from benchmarks.models import build, checkpoint
 from benchmarks.record import Row, mib
@@ -32,10 +32,10 @@ def row(step: str, target: str) -> Row:
     case = build(**STEPS[step], remat=remat)
     by_hand = checkpoint(STEPS[step]["name"], prevent_cse=not STEPS[step].get("scan", False))
     with mock.patch.object(_timing, "with_gradients_in_place", lambda program, *_: program):
-        loose = programs.recomputed(case, target)
-    tied = programs.recomputed(case, target)
+        loose = cases.recomputed(case, target)
+    tied = cases.recomputed(case, target)
     return {
-        "checkpoint": programs.traced(build(**STEPS[step], remat=by_hand), target).measured.peak,
+        "checkpoint": cases.traced(build(**STEPS[step], remat=by_hand), target).measured.peak,
         "loose": loose.measured.peak,
         "jdelta": tied.measured.peak,
         "seconds": [made.scheduled["scheduled"] for made in (loose, tied)],

@@ -11,7 +11,7 @@ Results (jax 0.12.0.1, CUDA 13 plug-in) stand in docs/how-it-works.md: other ker
 operations, so other buffers have to be packed, and a large one finds a gap or does not.
 """
 
-from benchmarks import device, programs, record, steps
+from benchmarks import cases, device, record, steps
 from benchmarks.budgets import refusal
 from benchmarks.policies import plain
 from benchmarks.record import Row, mib
@@ -31,10 +31,10 @@ def row(step: str, target: str, variant: str) -> Row:
     if variant == PLAN:
         case = steps.build(step, remat=remat)
         budget = int(0.3 * plain(step, target).measured.peak)
-        figures, plan = programs.plan(case, budget, target)
+        figures, plan = cases.plan(case, budget, target)
         if plan is None:
             return figures
-        program = programs.planned(case, plan)
+        program = cases.planned(case, plan)
     else:
         program = device.traced(step, variant, target)
         assert not isinstance(program, str), program

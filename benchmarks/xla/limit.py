@@ -16,7 +16,7 @@ in `jdelta/_emit.py`.
 import functools
 import itertools
 
-from benchmarks import programs, record
+from benchmarks import cases, record
 from benchmarks.models import build
 from benchmarks.record import Row, mib, share
 from jdelta import remat
@@ -30,12 +30,12 @@ HEADS = ("GiB left", "XLA's own recompute", "peak", "host", "planned", "compute 
 
 
 @functools.cache
-def planned() -> tuple[programs.Program, int]:
+def planned() -> tuple[cases.Program, int]:
     """The program to compile, and its planned host bytes."""
     case = build("mlp", batch=32768, remat=remat)
-    _, plan = programs.plan(case, "3.5GiB", TARGET)
+    _, plan = cases.plan(case, "3.5GiB", TARGET)
     assert plan is not None
-    return programs.planned(case, plan), plan.host_bytes
+    return cases.planned(case, plan), plan.host_bytes
 
 
 def row(left: int | None, recompute: bool) -> Row:
@@ -53,7 +53,7 @@ def row(left: int | None, recompute: bool) -> Row:
     }
 
 
-def _all_but(left: int, program: programs.Program) -> str:
+def _all_but(left: int, program: cases.Program) -> str:
     return str(program.target.memory - left * 2**30)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import programs, record
+from benchmarks import cases, record
 from benchmarks.record import Row
 from jdelta._graph import graph_of
 from jdelta._target import resolve
@@ -49,7 +49,7 @@ def row(generator: str, shape: str, target: str) -> Row:
     where = resolve(target)
     staged = jax.jit(mask).trace(*where.abstract((jax.ShapeDtypeStruct((), "uint32"),)))
     lower = functools.partial(staged.lower, lowering_platforms=(where.platform,))
-    program = programs.Program(graph_of(staged.jaxpr), lower, where)
+    program = cases.Program(graph_of(staged.jaxpr), lower, where)
     issued = program.scheduled["cycles"] * PER_CYCLE * CORES.get(target, 1)
     return {
         "instructions": issued / math.prod(SHAPES[shape]),
