@@ -2,7 +2,8 @@
 
 While such a step is traced, every function that it differentiates is staged first, cut into units
 (``_segments.py``), and evaluated again with each unit as a region. The bodies of large loops are
-cut likewise. So everything else sees a step that was marked by hand.
+cut likewise. So everything else sees a step that was marked by hand. What has to happen once (an
+``io_callback``, a write to a mutable ref) is in no unit: it stays where it is, between them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -89,35 +91,52 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
     env: _jax.Env = dict(zip(inner.constvars, _jax.consts_of(program), strict=True))
     env.update(zip(inner.invars, args, strict=True))
     units = list(_units(inner.eqns, trips))
-    held = [sum(bytes_held(eqns)) for eqns, _ in units]
+    held = [sum(bytes_held(unit.eqns)) for unit in units]
     least = SMALL * max(held, default=0.0)
-    marked = [size > least for size in held]
-    after_loop = trips == 1 and any(is_loop for _, is_loop in units)
-    if after_loop and not units[-1][1] and _is_loss(inner):
-        marked[-1] = False  # its backward pass is next: what it makes is at hand
+    loops = [i for i, unit in enumerate(units) if unit.is_loop]
+    runs = [i for i, unit in enumerate(units) if not unit.is_apart]
+    marked = {i for i in runs if held[i] > least}
+    if trips == 1 and loops and runs and runs[-1] > loops[-1] and _is_loss(inner):
+        marked.discard(runs[-1])  # its backward pass is next: what it makes is at hand
     done = 0
-    for (eqns, is_loop), is_region in zip(units, marked, strict=True):
-        done += len(eqns)
-        if is_loop:
-            env.update(zip(eqns[0].outvars, _loop(eqns[0], env), strict=True))
+    for index, unit in enumerate(units):
+        done += len(unit.eqns)
+        if unit.is_loop:
+            env.update(zip(unit.eqns[0].outvars, _loop(unit.eqns[0], env), strict=True))
         else:
-            _unit(eqns, _read_later(inner, done), env, marked=is_region)
+            _unit(unit.eqns, _read_later(inner, done), env, marked=index in marked)
     return _jax.read(env, inner.outvars)
 
 
-def _units(eqns: Sequence[Eqn], trips: int) -> Iterator[tuple[Sequence[Eqn], bool]]:
-    """The equations of each unit in order, and whether it is a large loop."""
+@dataclass(frozen=True)
+class _Unit:
+    """A run of equations, or one that is in none.
+
+    Attributes:
+        eqns: The equations, in order.
+        is_loop: Whether it is a large loop: its body is cut.
+        is_apart: Whether it is no unit of recompute: a large loop, or what has to happen once.
+    """
+
+    eqns: Sequence[Eqn]
+    is_loop: bool = False
+    is_apart: bool = False
+
+
+def _units(eqns: Sequence[Eqn], trips: int) -> Iterator[_Unit]:
+    """A program's units, in order."""
     held = bytes_held(eqns)
     large = LOOP_SHARE * sum(held)
     begin = 0
     for end, eqn in enumerate([*eqns, None]):
         is_loop = eqn is not None and eqn.primitive.name == "scan" and held[end] > large
-        if is_loop or eqn is None:
+        is_apart = eqn is None or is_loop or _jax.happens_once(eqn)
+        if is_apart and begin < end:
             for s in segments(eqns[begin:end], trips):
-                yield eqns[begin + s.start : begin + s.stop], False
-            begin = end + 1
-        if is_loop:
-            yield [eqn], True
+                yield _Unit(eqns[begin + s.start : begin + s.stop])
+        if is_apart and eqn is not None:
+            yield _Unit([eqn], is_loop, is_apart=True)
+        begin = end + 1 if is_apart else begin
 
 
 def _is_loss(inner: Jaxpr) -> bool:
@@ -133,7 +152,8 @@ def _read_later(inner: Jaxpr, stop: int) -> set[Var]:
 def _unit(eqns: Sequence[Eqn], later: set[Var], env: _jax.Env, *, marked: bool) -> None:
     """Evaluate a run of equations, as a region if it is ``marked``.
 
-    What leaves a region is differentiable: integers and keys are computed beside it.
+    What leaves a region is differentiable: integers and keys are computed beside it, where nothing
+    is printed a second time.
     """
     out = [v for eqn in eqns for v in eqn.outvars if _jax.is_var(v) and v in later]
     moving = [v for v in out if marked and jnp.issubdtype(v.aval.dtype, jnp.inexact)]
@@ -144,7 +164,7 @@ def _unit(eqns: Sequence[Eqn], later: set[Var], env: _jax.Env, *, marked: bool) 
         env.update(zip(moving, run(*inputs), strict=True))
         out = [v for v in out if v not in env]
     if out or not moving:
-        program = _jax.program_of(eqns, out)
+        program = _jax.program_of(_jax.without_debugging(eqns) if moving else eqns, out)
         inputs = _jax.read(env, _jax.open_jaxpr(program).invars)
         inputs = [lax.stop_gradient(x) for x in inputs] if marked else inputs
         env.update(zip(out, _jax.evaluate(program, *inputs), strict=True))

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding
 
+from jdelta import _jax
 from jdelta._format import format_array, format_some
 from jdelta._target import Target, is_on_host
 
@@ -123,7 +124,8 @@ def _kind(leaf: Any) -> Any:
         leaf = jax.typeof(leaf)  # as the array that a counter of Python's becomes after one step
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return type(leaf)
-    return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), _place(leaf)
+    weak = getattr(leaf, "weak_type", False)
+    return leaf.shape, leaf.dtype, weak, _jax.is_ref(leaf), _place(leaf)
 
 
 def _place(leaf: Any) -> Any:
@@ -157,7 +159,7 @@ def _described(leaf: Any) -> str:
         return format_array(jax.typeof(leaf).dtype, ())
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return type(leaf).__name__
-    return format_array(leaf.dtype, leaf.shape) + _cut(leaf)
+    return "ref " * _jax.is_ref(leaf) + format_array(leaf.dtype, leaf.shape) + _cut(leaf)
 
 
 def _cut(leaf: Any) -> str:

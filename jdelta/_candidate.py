@@ -9,7 +9,7 @@ import jax
 
 from jdelta._decision import Decision
 from jdelta._emit import Emission
-from jdelta._errors import BudgetError
+from jdelta._errors import BudgetError, TraceError
 from jdelta._format import format_array, format_bytes, format_some
 from jdelta._graph import labels
 from jdelta._measure import Measurement
@@ -126,8 +126,14 @@ def too_small(
     )
 
 
-def nothing_kept(bound: int, plain: Candidate) -> BudgetError:
-    """The error of a budget below a step in which nothing is kept for a backward pass."""
+def nothing_kept(bound: int, plain: Candidate, uncut: str) -> BudgetError | TraceError:
+    """The error of a budget below a step of which nothing can be decided.
+
+    Args:
+        bound: The budget, bytes.
+        plain: The step, compiled.
+        uncut: Why it has no regions; empty where it keeps nothing for a backward pass.
+    """
     measured = plain.measurement
     assert measured is not None
     parts = {
@@ -136,9 +142,14 @@ def nothing_kept(bound: int, plain: Candidate) -> BudgetError:
         "temporaries": measured.temporaries,
     }
     shares = ", ".join(f"{part} {format_bytes(size)}" for part, size in parts.items())
-    return BudgetError(
+    needed = (
         f"The budget of {format_bytes(bound)} is below the {format_bytes(plain.peak)} per device "
-        f"that the step needs ({shares}){_largest(plain.emission.timeline)}. It keeps nothing for "
+        f"that the step needs ({shares}){_largest(plain.emission.timeline)}."
+    )
+    if uncut:
+        return TraceError(f"{needed} {uncut}", floor=plain.peak)
+    return BudgetError(
+        f"{needed} It keeps nothing for "
         "a backward pass, so there is nothing to recompute or to move: raise the budget, donate "
         "what the step returns anew (donate_argnums), or give it less at once (a smaller batch, "
         "or a jax.lax.map with batch_size=).",

@@ -30,7 +30,16 @@ class TargetError(JdeltaError, ValueError):
 
 
 class TraceError(JdeltaError, ValueError):
-    """JAX traces the step, but not with its units of recompute as regions of their own."""
+    """JAX traces the step, but not in units of recompute, and as it is it does not do.
+
+    Attributes:
+        floor: Compiled peak of the step as it is, bytes per device; ``None`` when nothing was
+            compiled.
+    """
+
+    def __init__(self, message: str, floor: int | None = None):
+        super().__init__(message)
+        self.floor = floor
 
 
 class SpillError(JdeltaError, RuntimeError):

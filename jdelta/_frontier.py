@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta._errors import BudgetError
+from jdelta._errors import BudgetError, TraceError
 from jdelta._plan import Plan
 from jdelta._planning import plan
 
@@ -53,7 +53,7 @@ def frontier(
     for budget in budgets:
         try:
             plans.append(plan(step_fn, budget, *args, **options))
-        except BudgetError as error:
+        except (BudgetError, TraceError) as error:
             if error.floor is None:
                 raise
             return Frontier(tuple(plans), error.floor)

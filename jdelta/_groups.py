@@ -74,7 +74,8 @@ def grouped(
 def _is_stack(f: Callable[..., Any], init: Any, xs: Any, session: Session) -> bool:
     """Whether regions run in the loop's own body, and the gradient is taken outside of it.
 
-    A loop over micro-batches keeps nothing from one to the next: there is nothing to decide.
+    A loop over micro-batches keeps nothing from one to the next: there is nothing to decide. In one
+    with something that has to happen once, layers must not be computed again together.
     """
     trial = Session(automatic=session.automatic)
 
@@ -82,8 +83,9 @@ def _is_stack(f: Callable[..., Any], init: Any, xs: Any, session: Session) -> bo
         return f(carry, jax.tree.map(lambda x: x[0], xs))
 
     with _jax.session_context(trial):
-        jax.eval_shape(one, init, xs)
-    return bool(trial.called) and not trial.loops and not trial.gradients
+        body, _ = _jax.stage(one, init, xs)
+    nested = trial.loops or trial.gradients or _jax.happens_once(_jax.open_jaxpr(body))
+    return bool(trial.called) and not nested
 
 
 def _several(

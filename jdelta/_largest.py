@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta._errors import BudgetError
+from jdelta._errors import BudgetError, TraceError
 from jdelta._plan import Plan
 from jdelta._planning import plan
 
@@ -97,7 +97,7 @@ def largest(
     def fits(size: int) -> bool:
         try:
             made = plan(step_fn, budget, *make_args(size), **options)
-        except BudgetError as error:
+        except (BudgetError, TraceError) as error:
             if error.floor is None:
                 raise
             tried.append((size, None, None))

@@ -15,7 +15,7 @@ from jdelta._budget import Budget
 from jdelta._candidate import Candidate, Found
 from jdelta._decision import Decision
 from jdelta._emit import Step
-from jdelta._errors import BudgetError
+from jdelta._errors import BudgetError, TraceError
 from jdelta._hand import decisions_of
 from jdelta._items import items_of
 from jdelta._pins import Pins
@@ -90,6 +90,8 @@ class Planning:
         loops = f", {grouping.layers} layers in an iteration" if grouping.layers > 1 else ""
         _LOG.info("tracing the step%s", loops)
         trace = self.traced(grouping)
+        if trace.uncut and self.pin:
+            raise TraceError(trace.uncut)
         step = self.step(trace)
         residuals = with_boundaries(trace, step.target)
         files = self.files(residuals)
@@ -109,9 +111,11 @@ class Planning:
         layers = _near_root(max(first.trace.trips.values()))
         if layers == 1:
             raise error
-        search = self._search(Grouping(layers, nested=True), first)
         try:
+            search = self._search(Grouping(layers, nested=True), first)
             return search, search.run(bound)
+        except TraceError:
+            raise error from None
         except BudgetError as other:
             raise min(error, other, key=lambda e: e.floor or math.inf) from None
 
@@ -120,8 +124,8 @@ class Planning:
         bound, search, found = alike.budget, first, alike
         grouping = first.better_grouping(alike)
         if grouping:
-            other = self._search(grouping, first, alike.best)
-            with contextlib.suppress(BudgetError):
+            with contextlib.suppress(BudgetError, TraceError):
+                other = self._search(grouping, first, alike.best)
                 apart = other.run(bound)
                 if apart.best.overhead < alike.best.overhead:
                     search, found = other, apart

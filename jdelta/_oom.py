@@ -12,7 +12,7 @@ import jax
 
 from jdelta._call import call_of, several
 from jdelta._emit import Step, fixed_bytes, local_bytes
-from jdelta._errors import BudgetError
+from jdelta._errors import BudgetError, TraceError
 from jdelta._format import format_array, format_bytes, format_seconds
 from jdelta._fusion import Compiler
 from jdelta._graph import labels
@@ -118,7 +118,7 @@ def explain_oom(
     made, floor = None, None
     try:
         made = plan(step_fn, None, *args, target=target, donate_argnums=donate, **options)
-    except BudgetError as error:
+    except (BudgetError, TraceError) as error:
         if error.floor is None:
             raise
         floor = error.floor
@@ -130,7 +130,7 @@ def explain_oom(
         alive=tuple(sorted(alive, key=lambda a: -a.bytes)),
         plan=made,
         floor=floor,
-        remedies=tuple(_remedies(step, needed, made, floor)),
+        remedies=tuple(_remedies(step, needed, made, floor, found.uncut)),
     )
 
 
@@ -171,7 +171,9 @@ def _alike(name: str) -> str:
     return NUMBERED.sub("*", where) + slash + last
 
 
-def _remedies(step: Step, needed: int, made: Plan | None, floor: int | None) -> Iterator[str]:
+def _remedies(
+    step: Step, needed: int, made: Plan | None, floor: int | None, uncut: str
+) -> Iterator[str]:
     target = step.target
     if needed <= target.memory:
         yield "By this prediction the plain step fits: nothing has to be done."
@@ -186,6 +188,7 @@ def _remedies(step: Step, needed: int, made: Plan | None, floor: int | None) -> 
             f"({made.overhead_share:.1%}, predicted)."
         )
     if floor is not None:
+        yield from (uncut,) if uncut else ()
         yield (
             f"No plan fits: the least that planning reaches is {format_bytes(floor)}. "
             f"Make the batch smaller, or spread the step over {math.ceil(floor / target.memory)} "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.core import Tracer
 
+from jdelta import _jax
 from jdelta._call import Call, call_of, described, difference
 from jdelta._drift import Drift
 from jdelta._emit import Step, emit
@@ -47,6 +48,7 @@ class PlannedStep:
         self._static = static
         self._compiled = ready
         self._drift: Drift | None = None
+        self._refs = tuple(": ref " in line for line in plan.arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(call_of(self._fun, self.plan.static, args, kwargs))
@@ -62,6 +64,8 @@ class PlannedStep:
             _check_arguments(self.plan, call)
             self._compiled = compiled(self.plan, call, self._donate)
             self._static = call.static
+        if any(self._refs) and self._refs != _refs_in(call):  # a compiled step writes what it gets
+            _check_arguments(self.plan, call)
         try:
             results = self._results(call.args)
         except (TypeError, ValueError) as error:
@@ -102,6 +106,11 @@ def refuse_tracers(call: Call) -> None:
             "A planned step is compiled: jax.jit, jax.grad and jax.vmap cannot take it apart. Call "
             "it with arrays, or plan the function that is jitted around it."
         )
+
+
+def _refs_in(call: Call) -> tuple[bool, ...]:
+    """Which of a call's leaves are mutable refs."""
+    return tuple(map(_jax.is_ref, jax.tree.leaves(call.args)))
 
 
 def _check_arguments(plan: Plan, call: Call) -> None:

@@ -81,7 +81,7 @@ def _evaluated(*xs: Any, jaxpr: Jaxpr, **_: Any) -> list[Any]:
 
 
 def _abstract(*_: Any, jaxpr: Jaxpr, **__: Any) -> Any:
-    return list(jaxpr.out_avals), _jax.open_jaxpr(jaxpr).effects
+    return list(jaxpr.out_avals), _jax.by_position(_jax.open_jaxpr(jaxpr))
 
 
 def _jvp(rule: JvpRule, primals: Sequence[Any], tangents: Sequence[Any], /, **params: Any) -> Any:

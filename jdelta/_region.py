@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jdelta import _jax
+from jdelta._errors import TraceError
 from jdelta._naming import add_names
 from jdelta._primitive import cotangent_primitive, region_primitive
 from jdelta._random import with_written_bits
@@ -168,6 +169,10 @@ def region(
 
         with inside_region():
             closed, out_tree = _jax.stage(call, *arrays)
+        if once := _jax.first_once(closed):
+            if session or chosen:  # else nothing is computed again
+                raise _not_again(name, once)
+            return jax.tree.unflatten(out_tree, _jax.evaluate(closed, *arrays))
         run: Callable[..., Any] = functools.partial(
             _bind,
             jaxpr=_jax.hoist_consts(closed),
@@ -183,6 +188,16 @@ def region(
         return jax.tree.unflatten(out_tree, outputs)
 
     return wrapped
+
+
+def _not_again(region: str, eqn: _jax.Eqn) -> TraceError:
+    """The error of a unit in which something has to happen once."""
+    place, what = _jax.place_of(eqn), eqn.primitive.name
+    return TraceError(
+        f"The unit {region.partition('#')[0]!r} has {what} in it{f' at {place}' if place else ''}: "
+        "that must happen once, and a unit may be computed again. Move it out of the unit (return "
+        "what it needs, and do it there), or mark units with jdelta.remat that leave it out."
+    )
 
 
 def _jvp(
@@ -219,6 +234,9 @@ def _jvp(
         return jax.jvp(of_moving, [xs[i] for i in moving], list(ts))
 
     closed, tree = _jax.stage(jvp, list(primals), list(tangents))
+    once = _jax.first_once(closed)
+    if once is not None and session:  # in the forward rule of a custom_vjp
+        raise _not_again(name, once)
     tangent = [False] * len(primals) + [True] * len(tangents)
     named = add_names(closed, tangent, name, base)
     if session:

@@ -177,7 +177,7 @@ class Search:
         if self.plain_fits(bound):
             return Found(plain, bound, plain.peak, plain.peak, (), self._compiles.count)
         if not self.items.residuals:
-            raise nothing_kept(bound, plain)
+            raise nothing_kept(bound, plain, self.trace.uncut)
         best, floor = self._improve(bound, most)
         estimates = {"floor": floor, "ceiling": plain}
         return Found(

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jdelta import _jax
 from jdelta._chips import CHIPS, Rates, chip_of
 from jdelta._errors import TargetError
 from jdelta._rates import Device, measured_rates
@@ -98,6 +99,7 @@ class Target:
                 leaf.dtype,
                 sharding=_traceable(self.sharding(like)),
                 weak_type=getattr(leaf, "weak_type", False),
+                is_ref=_jax.is_ref(leaf),
             )
 
         return jax.tree.map(place, tree)

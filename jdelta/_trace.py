@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ import jax
 
 from jdelta import _jax
 from jdelta._automatic import tracing
+from jdelta._errors import JdeltaError, TraceError
 from jdelta._graph import Graph, graph_of
 from jdelta._naming import RegionName
 from jdelta._nest import Nest, walk
@@ -55,6 +57,8 @@ class Trace:
         regions: Its regions, in the order of the forward pass. Without a gradient there are none.
         automatic: Whether they were found in the program, since no gradient goes through any that
             is marked.
+        uncut: Why there are none although the step may have some: what to do about it. Empty where
+            there is no such reason.
         grouping: How its loops over layers are run.
         fingerprint: Digest of the program; equal programs have equal ones on every process.
     """
@@ -64,6 +68,7 @@ class Trace:
     automatic: bool
     grouping: Grouping
     fingerprint: str
+    uncut: str = ""
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -110,14 +115,44 @@ def trace(
         *args: Its arguments, or their shapes, with their shardings.
         platform: Where it is to run.
         grouping: How its loops over layers are to be run.
+
+    Raises:
+        TraceError: JAX does not trace the step with its loops run so. Where it traces it with no
+            regions at all, that is what is returned.
     """
+    try:
+        return _with_regions(step_fn, args, platform, grouping)
+    except Exception as error:
+        reason = error  # where the step itself is at fault, its own error comes next
+    graph = _staged(step_fn, args, None, platform).graph
+    uncut = uncut_reason(reason)
+    if grouping != AS_WRITTEN:
+        raise TraceError(uncut) from reason
+    return Trace(graph, (), False, grouping, _fingerprint(graph), uncut)
 
-    def staged(*, automatic: bool) -> _Staged:
-        return _staged(step_fn, args, Session(automatic=automatic, grouping=grouping), platform)
 
-    marked = staged(automatic=False)
-    is_found = not marked.nests and marked.session.gradients > 0
-    session, shardings, graph, found = staged(automatic=True) if is_found else marked
+def uncut_reason(error: Exception) -> str:
+    """Why a step that JAX traces is not traced with regions, in words for its user."""
+    if isinstance(error, JdeltaError):
+        return str(error)
+    place = _jax.place_of_error(error)
+    said = next(iter(str(error).splitlines()), "")
+    return (
+        "JAX traces the step, but not in units of recompute"
+        f"{f', because of {place}' if place else ''}: {type(error).__name__}: {said}. Mark units "
+        "with jdelta.remat that leave this out."
+    )
+
+
+def _with_regions(
+    step_fn: Callable[..., Any], args: tuple[Any, ...], platform: str, grouping: Grouping
+) -> Trace:
+    session = Session(grouping=grouping)
+    staged = _staged(step_fn, args, session, platform)
+    if not staged.nests and session.gradients:
+        session = Session(automatic=True, grouping=grouping)
+        staged = _staged(step_fn, args, session, platform)
+    shardings, graph, found = staged
     names = _plan_names(list(found))
     conditional = _in_branches(graph)
     held = _bytes_by_name(graph)
@@ -140,29 +175,27 @@ def trace(
 
 
 class _Staged(NamedTuple):
-    """A step as one session saw it.
+    """A step as one session saw it, or as it is.
 
     Attributes:
-        session: The session.
         shardings: How its values are sharded.
         graph: The program.
         nests: From each region in it, by its name while tracing, to the loops around it.
     """
 
-    session: Session
     shardings: Shardings
     graph: Graph
     nests: dict[str, Nest]
 
 
 def _staged(
-    step_fn: Callable[..., Any], args: tuple[Any, ...], session: Session, platform: str
+    step_fn: Callable[..., Any], args: tuple[Any, ...], session: Session | None, platform: str
 ) -> _Staged:
-    with tracing(session):
+    with tracing(session) if session else contextlib.nullcontext():
         closed = jax.make_jaxpr(step_fn)(*args)
     shardings = shardings_of(closed, args, platform)
     graph = graph_of(closed, shardings)
-    return _Staged(session, shardings, graph, _nests(graph))
+    return _Staged(shardings, graph, _nests(graph))
 
 
 def _nests(graph: Graph) -> dict[str, Nest]:

@@ -5,10 +5,12 @@ functions take and give stays. From the lowest floor up, each room importing onl
 
 - ``values``: arrays and variables, by what their types say.
 - ``hooks``: what is put into a running trace: a session, and functions in the place of JAX's own.
+- ``effects``: what programs do beside giving results.
 - ``programs``: jaxprs traced, taken apart, put together and evaluated. In 0.11 ``Jaxpr`` and
   ``ClosedJaxpr`` became one class.
 - ``equation``: what one equation says, and new ones made. In 0.11 a ``scan`` came to count its
   inputs in another way.
+- ``places``: where in the user's code things come from.
 - ``checkpoint``: ``jax.checkpoint`` with its policies and names. ``jax_remat3`` writes all of them
   in another way, and 0.10 ignores policies with it on.
 - ``bodies``: the programs inside of equations, by the names of primitives, which come and go
@@ -19,6 +21,7 @@ primitives are in ``_primitive.py``; what is below jaxprs is the business of ``_
 """
 
 from jdelta._jax.bodies import equations as equations
+from jdelta._jax.bodies import first_once as first_once
 from jdelta._jax.bodies import inline as inline
 from jdelta._jax.bodies import is_call as is_call
 from jdelta._jax.bodies import label as label
@@ -26,6 +29,7 @@ from jdelta._jax.bodies import may_inline as may_inline
 from jdelta._jax.bodies import subjaxpr as subjaxpr
 from jdelta._jax.bodies import subjaxprs as subjaxprs
 from jdelta._jax.bodies import with_bodies as with_bodies
+from jdelta._jax.bodies import without_debugging as without_debugging
 from jdelta._jax.checkpoint import answer as answer
 from jdelta._jax.checkpoint import checkpointed as checkpointed
 from jdelta._jax.checkpoint import is_shielded as is_shielded
@@ -33,6 +37,9 @@ from jdelta._jax.checkpoint import name_equation as name_equation
 from jdelta._jax.checkpoint import named_value as named_value
 from jdelta._jax.checkpoint import plain as plain
 from jdelta._jax.checkpoint import renamed as renamed
+from jdelta._jax.effects import by_position as by_position
+from jdelta._jax.effects import happens_once as happens_once
+from jdelta._jax.effects import is_ref as is_ref
 from jdelta._jax.equation import COTANGENT as COTANGENT
 from jdelta._jax.equation import DEBUG as DEBUG
 from jdelta._jax.equation import REGION as REGION
@@ -48,6 +55,9 @@ from jdelta._jax.hooks import SCAN as SCAN
 from jdelta._jax.hooks import VJP as VJP
 from jdelta._jax.hooks import current_session as current_session
 from jdelta._jax.hooks import session_context as session_context
+from jdelta._jax.places import place_of as place_of
+from jdelta._jax.places import place_of_error as place_of_error
+from jdelta._jax.places import place_of_tracer as place_of_tracer
 from jdelta._jax.programs import Env as Env
 from jdelta._jax.programs import Eqn as Eqn
 from jdelta._jax.programs import Jaxpr as Jaxpr

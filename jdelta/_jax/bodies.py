@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jdelta._jax.checkpoint import is_shielded, plain, remat3_body
-from jdelta._jax.equation import REGION, is_backward, within
-from jdelta._jax.programs import Eqn, Jaxpr, consts_of, open_jaxpr, rebuild
+from jdelta._jax.effects import effects_of, effects_on, happens_once
+from jdelta._jax.equation import DEBUG, REGION, is_backward, within
+from jdelta._jax.programs import Eqn, Jaxpr, consts_of, open_jaxpr, rebuild, with_equations
 from jdelta._jax.values import Atom, Var, is_var, new_var
 
 CALLS = frozenset(f"jit closed_call eval_jaxpr remat2 {REGION}".split())
@@ -27,7 +28,7 @@ def is_call(eqn: Eqn) -> bool:
 
 def may_inline(eqn: Eqn) -> bool:
     """Whether the equation is a call that can be replaced by its body."""
-    if not is_call(eqn) or eqn.effects:
+    if not is_call(eqn):
         return False
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
@@ -64,8 +65,20 @@ def with_bodies(eqn: Eqn, change: Callable[[Jaxpr], Jaxpr]) -> Eqn:
 
     params = {name: changed(value) for name, value in eqn.params.items()}
     eqn = eqn.replace(params=params)
-    effects = {effect for body in subjaxprs(eqn) for effect in body.effects}
-    return eqn.replace(effects=eqn.effects | effects)
+    return eqn.replace(effects=eqn.effects | effects_of((), map(open_jaxpr, subjaxprs(eqn))))
+
+
+def without_debugging(eqns: Sequence[Eqn]) -> list[Eqn]:
+    """The equations without calls of ``jax.debug``, in the programs inside of them too."""
+
+    def quiet(body: Jaxpr) -> Jaxpr:
+        return with_equations(body, without_debugging(open_jaxpr(body).eqns))
+
+    return [
+        with_bodies(eqn, quiet) if eqn.effects else eqn
+        for eqn in eqns
+        if eqn.primitive.name not in DEBUG
+    ]
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
@@ -74,6 +87,14 @@ def equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
         yield eqn
         for body in subjaxprs(eqn) if eqn.primitive.name in BODIES else ():
             yield from equations(body)
+
+
+def first_once(jaxpr: Jaxpr) -> Eqn | None:
+    """The first equation of a program, or of a body in it, that must not be computed again."""
+    for eqn in filter(happens_once, open_jaxpr(jaxpr).eqns):
+        inside = (first_once(body) for body in subjaxprs(eqn))
+        return next((inner for inner in inside if inner is not None), eqn)
+    return None
 
 
 def label(eqn: Eqn) -> str:
@@ -99,7 +120,8 @@ def inline(closed: Jaxpr) -> Jaxpr:
                 call(eqn)
                 continue
             outvars = [new_var(v.aval) if is_var(v) else v for v in eqn.outvars]
-            eqns.append(plain(eqn).replace(invars=[now(v) for v in eqn.invars], outvars=outvars))
+            invars, effects = [now(v) for v in eqn.invars], effects_on(eqn, became)
+            eqns.append(plain(eqn).replace(invars=invars, outvars=outvars, effects=effects))
             became.update(zip(eqn.outvars, outvars, strict=True))
 
     def call(eqn: Eqn) -> None:

@@ -15,6 +15,7 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from jdelta._jax.effects import effects_of
 from jdelta._jax.values import Atom, Var, is_var
 
 Jaxpr: TypeAlias = Any
@@ -55,12 +56,14 @@ def rebuild(
 ) -> Jaxpr:
     """A closed jaxpr like ``jaxpr`` with other equations, outputs, inputs and further constants."""
     inner = open_jaxpr(jaxpr)
+    constvars = [*inner.constvars, *new_consts]
+    given = list(inner.invars if invars is None else invars)
     raw = core.Jaxpr(
-        [*inner.constvars, *new_consts],
-        list(inner.invars if invars is None else invars),
+        constvars,
+        given,
         list(outvars),
         list(eqns),
-        inner.effects,
+        effects_of([*constvars, *given], eqns),
         inner.debug_info.with_unknown_names(),
     )
     return core.ClosedJaxpr(raw, [*consts_of(jaxpr), *new_consts.values()])
@@ -70,8 +73,8 @@ def with_equations(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
     """The jaxpr, closed or open as it is, with other equations."""
     inner = open_jaxpr(jaxpr)
     debug_info = inner.debug_info.with_unknown_names()
-    effects = inner.effects.union(*(eqn.effects for eqn in eqns))
     variables = list(inner.constvars), list(inner.invars), list(inner.outvars)
+    effects = effects_of([*inner.constvars, *inner.invars], eqns)
     raw = core.Jaxpr(*variables, list(eqns), effects, debug_info)
     consts = consts_of(jaxpr)
     closed = hasattr(jaxpr, "jaxpr") and len(consts) == len(inner.constvars)
@@ -117,7 +120,7 @@ def program_of(eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:
 
     Args:
         eqns: The equations, in order.
-        outvars: The results; without any all equations stay.
+        outvars: The results; without any all equations stay. What has effects stays.
 
     Returns:
         A closed jaxpr; its inputs are the variables that the equations read but do not make.
@@ -132,7 +135,7 @@ def program_of(eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:
         kept.reverse()
     made = {v for eqn in kept for v in eqn.outvars}
     read = dict.fromkeys(v for eqn in kept for v in eqn.invars if is_var(v) and v not in made)
-    effects = {effect for eqn in kept for effect in eqn.effects}
+    effects = effects_of(read, kept)
     names = _of_no_function()
     return core.ClosedJaxpr(core.Jaxpr([], list(read), list(outvars), kept, effects, names), [])
 
