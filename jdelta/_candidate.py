@@ -97,10 +97,11 @@ def not_there(names: Sequence[str], away: Mapping[str, int], measurement: Measur
 
 
 def wrong_order(fetches: Sequence[str]) -> str:
-    """What to say where the compiler fetches other rows than it was asked for."""
+    """What to say where the compiler does not surely fetch the rows that it was asked for."""
     return (
         f"The compiled program reads {', '.join(fetches[:3])} back from the host in the wrong "
-        "order, so gradients would be wrong. Upgrade jaxlib, or pin nothing to the host."
+        "order, or in one that its text does not tell, so gradients might be wrong. Upgrade "
+        "jaxlib, set jax_optimization_level back, or pin nothing to the host."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,15 @@ class Loop:
     Attributes:
         body: What it runs.
         trips: How often; 1 when the text does not say.
-        counters: Start and step of the elements of its state that count the trips.
+        counters: Start and step of the elements of its state that are known to count the trips.
+        initial: What each element of its state is before the first trip; empty where that is not
+            listed. They are instructions of the computation that the loop is in.
     """
 
     body: Computation
     trips: int
     counters: dict[int, tuple[int, int]]
+    initial: tuple[str, ...] = ()
 
 
 def read_loop(module: Module, computation: Computation, instruction: Instruction) -> Loop:
@@ -32,26 +36,31 @@ def read_loop(module: Module, computation: Computation, instruction: Instruction
     that compares a counter with a constant.
     """
     body = module[instruction.attribute("body")]
+    (state,) = computation.operands(instruction)
+    initial = state.operands if state.opcode == "tuple" else ()
     if "known_trip_count" in instruction.config:
-        return _noted(body, instruction.config)
+        trips, counters = _noted(instruction.config)
+        return Loop(body, trips, counters, initial)
     condition = module[instruction.attribute("condition")]
     bound = _bound(condition)
     if bound is None:
-        return Loop(body, 1, {})
+        return Loop(body, 1, {}, initial)
     index, stop = bound
-    start = _start(computation, instruction, index)
-    return Loop(body, max(0, stop - start), {index: (start, 1)})
+    start = _start(computation, initial, index)
+    return Loop(body, max(0, stop - start), {index: (start, 1)}, initial)
 
 
-def _noted(body: Computation, config: dict[str, Any]) -> Loop:
+def _noted(config: dict[str, Any]) -> tuple[int, dict[int, tuple[int, int]]]:
+    """Trips and counters by what a GPU compiler notes; a pipelined loop has some without start."""
     step = config.get("known_init_step", {"init": 0, "step": 1})
     index = config.get("known_induction_variable", {"tuple_index": 0})
-    counters: list[dict[str, Any]] = [{**index, **step}, *config.get("dynamic_variables", [])]
-    return Loop(
-        body,
-        int(config["known_trip_count"]["n"]),
-        {int(c["tuple_index"]): (int(c["init"]), int(c["step"])) for c in counters},
-    )
+    noted: list[dict[str, Any]] = [{**index, **step}, *config.get("dynamic_variables", [])]
+    counters = {
+        int(c["tuple_index"]): (int(c["init"]), int(c["step"]))
+        for c in noted
+        if c.keys() >= {"tuple_index", "init", "step"}
+    }
+    return int(config["known_trip_count"]["n"]), counters
 
 
 def _bound(condition: Computation) -> tuple[int, int] | None:
@@ -65,12 +74,11 @@ def _bound(condition: Computation) -> tuple[int, int] | None:
     return int(counter.attribute("index")), int(stop.argument)
 
 
-def _start(computation: Computation, instruction: Instruction, index: int) -> int:
+def _start(computation: Computation, initial: Sequence[str], index: int) -> int:
     """Where the counter starts; JAX's scans start at 0."""
-    (state,) = computation.operands(instruction)
-    if state.opcode != "tuple":
+    if not initial:
         return 0
-    value = computation[state.operands[index]]
+    value = computation[initial[index]]
     while value.opcode in _COPIES:
         value = computation[value.operands[0]]
     return int(value.argument) if value.opcode == "constant" else 0

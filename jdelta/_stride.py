@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jdelta._hlo import HOST, Array, Computation, Instruction, Module
@@ -49,10 +49,11 @@ class _UnknownError(Exception):
 
 
 def forward_fetches(module: Module) -> list[str]:
-    """The fetches of a program that read another slice of a host stack than the one indexed.
+    """The fetches of a program that do not surely read the slice of a host stack that is indexed.
 
-    A fetch is not listed if the compiler gave its copy no offset of its own (on TPUs the index
-    itself is used), or if the text does not tell the value of its index.
+    A fetch is not listed if the compiler gave its copy no offset of its own (on TPUs, and in loops
+    that XLA pipelines, the index itself is used). It is listed if its offset is another one, or
+    the text does not tell the offset or the index.
 
     Args:
         module: The compiled program.
@@ -64,21 +65,22 @@ def forward_fetches(module: Module) -> list[str]:
     for computation in module.computations.values():
         for instruction in computation:
             if instruction.opcode == "while":
-                loop = read_loop(module, computation, instruction)
-                wrong.update(dict.fromkeys(_wrong_fetches(module, loop)))
+                state = _State(module, computation, read_loop(module, computation, instruction))
+                wrong.update(dict.fromkeys(_wrong_fetches(state)))
     return list(wrong)
 
 
-def _wrong_fetches(module: Module, loop: Loop) -> Iterator[str]:
+def _wrong_fetches(state: _State) -> Iterator[str]:
     """Compares the first two trips and the last, as offset and index are linear in the trip."""
-    for trip in {0, 1, loop.trips - 1} & set(range(loop.trips)):
-        scope = _Scope(module, loop.body, _state(loop, trip))
-        yield from (fetch.name for fetch, at in _fetches(scope) if _is_wrong(fetch, at, trip))
+    loop = state.loop
+    for trip in sorted({0, 1, loop.trips - 1} & set(range(loop.trips))):
+        fetches = _fetches(state.scope(trip))
+        yield from (fetch.name for fetch, at in fetches if not _is_right(fetch, at, trip))
 
 
-def _is_wrong(fetch: Instruction, scope: _Scope, trip: int) -> bool:
+def _is_right(fetch: Instruction, scope: _Scope, trip: int) -> bool:
     try:
-        return _noted_offset(fetch, trip) != _indexed_offset(fetch, scope)
+        return _noted_offset(fetch, trip) == _indexed_offset(fetch, scope)
     except _UnknownError:
         return False
 
@@ -118,16 +120,55 @@ def _byte_strides(array: Array) -> list[int]:
     return [strides[axis] for axis in range(len(array.dims))]
 
 
-def _state(loop: Loop, trip: int) -> Callable[[int, int | None], int]:
-    """The counters among the elements of a loop's state, in one trip."""
+@dataclass(frozen=True)
+class _State:
+    """The scalars that a loop hands from one trip to the next.
 
-    def element(_: int, index: int | None) -> int:
-        if index not in loop.counters:
+    Attributes:
+        module: The program.
+        around: The computation that the loop is in.
+        loop: The loop.
+        known: Those computed so far, by element and trip.
+    """
+
+    module: Module
+    around: Computation
+    loop: Loop
+    known: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+
+    def scope(self, trip: int) -> _Scope:
+        """The body in one trip."""
+        return _Scope(self.module, self.loop.body, lambda _, index: self.element(index, trip))
+
+    def element(self, index: int | None, trip: int) -> int:
+        """An element of the state at the start of a trip.
+
+        Raises:
+            _UnknownError: The text does not tell.
+        """
+        if index in self.loop.counters:
+            start, step = self.loop.counters[index]
+            return start + step * trip
+        if index is None or index >= len(self.loop.initial):
             raise _UnknownError
-        start, step = loop.counters[index]
-        return start + step * trip
+        first = next((t for t in range(trip, 0, -1) if (index, t) in self.known), 0)
+        for t in range(first, trip + 1):  # upwards, so that none needs more than the one before
+            if (index, t) not in self.known:
+                self.known[index, t] = self._computed(index, t)
+        return self.known[index, trip]
 
-    return element
+    def _computed(self, index: int, trip: int) -> int:
+        if trip == 0:
+            return _Scope(self.module, self.around, _nothing).value(self.loop.initial[index])
+        result = self.loop.body.root
+        if result.opcode != "tuple":
+            raise _UnknownError
+        return self.scope(trip - 1).value(result.operands[index])
+
+
+def _nothing(_: int, __: int | None) -> int:
+    """Of the parameters of what a loop is in nothing is known."""
+    raise _UnknownError
 
 
 @dataclass(frozen=True)
@@ -147,7 +188,7 @@ class _Scope:
     def inside(self, instruction: Instruction) -> _Scope | None:
         """The computation of a fusion, whose parameters have values here."""
         inner = self.module.called(instruction)
-        if inner is None or not instruction.opcode.startswith(("fusion", "async")):
+        if inner is None or not instruction.opcode.startswith(("fusion", "async", "call")):
             return None
         return _Scope(self.module, inner, lambda n, _: self.value(instruction.operands[n]))
 

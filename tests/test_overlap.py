@@ -626,12 +626,13 @@ ELSEWHERE = "%row = s32[] get-tuple-element(%state), index=7"
         ([DIRECT], BACKWARDS, True),
         (WRAPPED, BACKWARDS, False),
         (WRAPPED, FORWARDS, True),
-        ([ELSEWHERE], FORWARDS, False),
-        ([REVERSED], '{"loop_index":"1","byte_stride":"4000000"}', False),
-        ([REVERSED], '{"table":["1"]}', False),
+        ([ELSEWHERE], FORWARDS, True),
+        ([REVERSED], '{"loop_index":"1","byte_stride":"4000000"}', True),
+        ([REVERSED], '{"table":["1"]}', True),
     ],
 )
 def test_fetches_in_another_order_than_indexed(index, config, wrong):
+    """What cannot be read is not taken for right."""
     text = module(*loop(NOTED), before=looping(*index, *FETCH, config=config))
     assert forward_fetches(parse(text)) == (["slice"] if wrong else [])
 
@@ -644,6 +645,49 @@ def test_offsets_are_linear_in_the_trip_not_in_the_counter(stride, wrong):
     config = f'{{"loop_index":"0","byte_offset":"4000000","byte_stride":"{stride}"}}'
     text = module(*loop(noted), before=looping(DIRECT, *FETCH, config=config))
     assert forward_fetches(parse(text)) == (["slice"] if wrong else [])
+
+
+PIPELINED = (
+    ', backend_config={"known_trip_count":{"n":"4"},"known_init_step":{"init":"1","step":"1"},'
+    '"known_induction_variable":{"tuple_index":"0"},"dynamic_variables":'
+    '[{"tuple_index":"0","init":"1","step":"1"},{"tuple_index":"4"}]}'
+)
+"""What XLA:GPU notes on a loop that it pipelines: of the index of a later row it has no start."""
+
+
+def pipelined(config, *, first="%last", following="fusion(%trip), kind=kLoop, calls=%index"):
+    """A loop that fetches in each trip the row that the trip before has computed the index of."""
+    row = "%row = s32[] get-tuple-element(%state), index=4"
+    lines = row, f"%following = s32[] {following}", *FETCH
+    text = module(
+        "%last = s32[] constant(4)", *loop(PIPELINED), before=looping(*lines, config=config)
+    )
+    text = text.replace(STATE, STATE.replace(HALF, f"{HALF}, s32[]"))
+    text = text.replace(
+        "tuple(%first, %stack, %x, %half)", f"tuple(%one, %stack, %x, %half, {first})"
+    )
+    text = text.replace("%first = s32[] copy(%zero)", "%one = s32[] constant(1)")
+    return text.replace(
+        "tuple(%trip, %stack, %x, %half)", "tuple(%trip, %stack, %x, %half, %following)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "wrong"),
+    [
+        (BACKWARDS, {}, False),
+        (FORWARDS, {}, True),
+        (NEWER % BACKWARDS, {}, False),
+        (NEWER % FORWARDS, {}, True),
+        (BACKWARDS, {"first": "%zero"}, True),
+        (BACKWARDS, {"following": "copy(%row)"}, True),
+        (BACKWARDS, {"following": 'custom-call(%trip), custom_call_target="f"'}, True),
+    ],
+)
+def test_fetches_of_a_loop_that_is_pipelined(config, options, wrong):
+    text = pipelined(config, **options)
+    assert forward_fetches(parse(text)) == (["slice"] if wrong else [])
+    assert read_overlap(parse(text), RATES).bytes_in == 4 * 4_000_000
 
 
 def test_slices_of_device_memory_are_no_fetches():
@@ -676,6 +720,24 @@ def scanned(target):
     args = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=target.sharding()) for s in shapes]
     lowered = jax.jit(jax.grad(loss)).trace(*args).lower(lowering_platforms=(target.platform,))
     return lowered.compile().as_text()
+
+
+@fails_in_jax_0_10_with_remat3
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", ["tpu:v5e", pytest.param("cuda:h100", marks=needs_cuda)])
+@pytest.mark.parametrize("setting", ["jax_optimization_level", "jax_memory_fitting_level"])
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_a_compiled_scan_at_another_level(name, setting, level):
+    before, target = getattr(jax.config, setting), resolve(name)
+    jax.config.update(setting, level)
+    try:
+        program = parse(scanned(target))
+    finally:
+        jax.config.update(setting, before)
+    overlap = read_overlap(program, target.rates)
+    moved = LAYERS * ROWS * WIDTH * 4
+    assert (overlap.bytes_out, overlap.bytes_in) == (moved, moved)
+    assert (forward_fetches(program) == []) == (target.offload_refusal is None)
 
 
 @fails_in_jax_0_10_with_remat3
