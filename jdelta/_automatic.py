@@ -71,7 +71,8 @@ def with_regions(fun: Callable[..., Any]) -> Callable[..., Any]:
             return [x for x in leaves if _jax.is_array(x)]
 
         with inside_region():
-            closed, _ = _jax.stage(arrays_only, *args)
+            run = _jax.outside_of(arrays_only) if session.outside else arrays_only
+            closed, _ = _jax.stage(run, *args)
         arrays = iter(_evaluate(_jax.inline(closed), jax.tree.leaves(args), 1))
         tree, others = static
         return jax.tree.unflatten(tree, [x[0] if x else next(arrays) for x in others])

@@ -48,6 +48,8 @@ class Step:
         grouping: How its loops over layers are to be run.
         store: Where spilled values go.
         updates_in_loops: Whether weight updates are to run inside the backward loops.
+        outside: Whether what does not depend on the arguments of a differentiated function is
+            computed outside of it.
     """
 
     fun: Callable[..., Any]
@@ -59,6 +61,7 @@ class Step:
     grouping: Grouping = AS_WRITTEN
     store: Store | None = None
     updates_in_loops: bool = False
+    outside: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,13 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     def planned(*args: Any) -> Any:
         if policy is None:  # the user's own program
             return step.fun(*args)
-        session = Session(policy, step.aliases, automatic=step.automatic, grouping=step.grouping)
+        session = Session(
+            policy,
+            step.aliases,
+            automatic=step.automatic,
+            grouping=step.grouping,
+            outside=step.outside,
+        )
         with tracing(session):
             return step.fun(*args)
 

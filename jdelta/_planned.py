@@ -194,7 +194,7 @@ def step_of(plan: Plan, call: Call, donate: tuple[int, ...]) -> tuple[Step, Trac
     if found.fingerprint != plan.fingerprint:
         raise PlanMismatchError(_other_program(plan, found))
     aliases, donated = dict(plan.aliases), call.donated(donate)
-    how = found.automatic, plan.grouping, plan.store, plan.updates_moved > 0
+    how = found.automatic, plan.grouping, plan.store, plan.updates_moved > 0, found.outside
     return Step(call.fun, call.args, donated, target, aliases, *how), found
 
 

@@ -251,8 +251,8 @@ def _plan(
         return trace(call.fun, *placed, grouping=grouping, platform=where.platform)
 
     def step(found: Trace) -> Step:
-        aliases, automatic = found.aliases, found.automatic
-        return Step(call.fun, placed, donate, where, aliases, automatic, found.grouping, store)
+        how = found.automatic, found.grouping, store
+        return Step(call.fun, placed, donate, where, found.aliases, *how, outside=found.outside)
 
     planning = Planning(traced, step, host_room, files, pin, solver, per_layer)
     if reorder:

@@ -71,6 +71,8 @@ class Session:
             no name in the plan.
         automatic: Whether the step has no marks, so that its regions are found in the program.
         grouping: How its loops over layers are to be run.
+        outside: Whether what does not depend on the arguments of a differentiated function is
+            computed outside of it, since some of it leaves the function by a closure.
         called: Names of the regions called so far, while tracing.
         loops: How many loops with regions in them were traced so far.
         gradients: How many functions were differentiated so far.
@@ -87,11 +89,13 @@ class Session:
         *,
         automatic: bool = False,
         grouping: Grouping = AS_WRITTEN,
+        outside: bool = False,
     ):
         self.policy = policy
         self.aliases = aliases or {}
         self.automatic = automatic
         self.grouping = grouping
+        self.outside = outside
         self.called: set[str] = set()
         self.loops = 0
         self.gradients = 0

@@ -57,6 +57,8 @@ class Trace:
         regions: Its regions, in the order of the forward pass. Without a gradient there are none.
         automatic: Whether they were found in the program, since no gradient goes through any that
             is marked.
+        outside: Whether what does not depend on the arguments of a differentiated function is
+            computed outside of it, since some of it leaves the function by a closure.
         uncut: Why there are none although the step may have some: what to do about it. Empty where
             there is no such reason.
         grouping: How its loops over layers are run.
@@ -68,6 +70,7 @@ class Trace:
     automatic: bool
     grouping: Grouping
     fingerprint: str
+    outside: bool = False
     uncut: str = ""
 
     @property
@@ -128,7 +131,7 @@ def trace(
     uncut = uncut_reason(reason)
     if grouping != AS_WRITTEN:
         raise TraceError(uncut) from reason
-    return Trace(graph, (), False, grouping, _fingerprint(graph), uncut)
+    return Trace(graph, (), False, grouping, _fingerprint(graph), uncut=uncut)
 
 
 def uncut_reason(error: Exception) -> str:
@@ -151,7 +154,11 @@ def _with_regions(
     staged = _staged(step_fn, args, session, platform)
     if not staged.nests and session.gradients:
         session = Session(automatic=True, grouping=grouping)
-        staged = _staged(step_fn, args, session, platform)
+        try:
+            staged = _staged(step_fn, args, session, platform)
+        except _LeakError:
+            session = Session(automatic=True, grouping=grouping, outside=True)
+            staged = _staged(step_fn, args, session, platform)
     shardings, graph, found = staged
     names = _plan_names(list(found))
     conditional = _in_branches(graph)
@@ -171,7 +178,12 @@ def _with_regions(
         )
 
     regions = tuple(region(traced, nest) for traced, nest in found.items())
-    return Trace(graph, regions, session.automatic, grouping, _fingerprint(graph))
+    digest = _fingerprint(graph)
+    return Trace(graph, regions, session.automatic, grouping, digest, session.outside)
+
+
+class _LeakError(TraceError):
+    """A value leaves a function that is differentiated, and not as a result."""
 
 
 class _Staged(NamedTuple):
@@ -193,9 +205,26 @@ def _staged(
 ) -> _Staged:
     with tracing(session) if session else contextlib.nullcontext():
         closed = jax.make_jaxpr(step_fn)(*args)
+    leaked = _jax.leaked(closed)
+    if leaked is not None and session is None:  # JAX says what is wrong
+        jax.jit(step_fn).trace(*args).lower(lowering_platforms=(platform,))
+    if leaked is not None:
+        # What has to happen once would come too early outside of the function.
+        may_be_outside = session and session.automatic and _jax.first_once(closed) is None
+        raise (_LeakError if may_be_outside else TraceError)(_leaving(leaked))
     shardings = shardings_of(closed, args, platform)
     graph = graph_of(closed, shardings)
     return _Staged(shardings, graph, _nests(graph))
+
+
+def _leaving(leaked: Any) -> str:
+    place = _jax.place_of_tracer(leaked)
+    return (
+        f"A value computed{f' at {place}' if place else ''} leaves the function that is "
+        "differentiated in another way than as a result: kept in a list or an attribute, assigned "
+        "to a nonlocal name, or read by a rule made inside. Return it (has_aux=True), or compute "
+        "it outside of that function."
+    )
 
 
 def _nests(graph: Graph) -> dict[str, Nest]:

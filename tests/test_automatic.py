@@ -191,6 +191,100 @@ def test_a_step_of_two_gradients():
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+# Values that leave a differentiated function by a closure
+
+
+def kept_in_a_list(loss, w, n):
+    kept = []
+
+    def keeping(w):
+        kept.append(jnp.exp(-n))
+        return loss(w)
+
+    return jax.grad(keeping)(w) * kept[-1]
+
+
+def assigned_to_a_nonlocal_name(loss, w, n):
+    scale = None
+
+    def assigning(w):
+        nonlocal scale
+        scale = jnp.exp(-n)
+        return loss(w * scale)
+
+    return jax.grad(assigning)(w), scale
+
+
+def read_by_a_rule_made_inside(loss, w, n):
+    def with_rule(w):
+        factor = jnp.exp(-n)
+        return loss(jax.custom_gradient(lambda w: (w, lambda ct: ct * factor))(w))
+
+    return jax.grad(with_rule)(w)
+
+
+def a_key_that_is_split_inside(loss, w, n):
+    key = jax.random.key(0)
+
+    def noisy(w):
+        nonlocal key
+        key, own = jax.random.split(key)
+        return loss(w * jax.random.normal(own, w.shape))
+
+    return jax.grad(noisy)(w) + n * jax.grad(noisy)(w)
+
+
+def in_a_loop_over_rows(loss, w, n):
+    def one(total, row):
+        return total + kept_in_a_list(loss, w, row), None
+
+    return jax.lax.scan(one, w, n * jnp.arange(3.0))[0]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        kept_in_a_list,
+        assigned_to_a_nonlocal_name,
+        read_by_a_rule_made_inside,
+        a_key_that_is_split_inside,
+        in_a_loop_over_rows,
+    ],
+)
+def test_a_value_that_leaves_by_a_closure(how):
+    def loss(w):
+        return jnp.mean(jnp.sin(jnp.tanh(jnp.sin(jnp.tanh(w @ w)) @ w)) ** 2)
+
+    def step(w, n):
+        return how(loss, w, n)
+
+    args = 0.3 * jax.random.normal(jax.random.key(0), (16, 16)), jnp.float32(0.5)
+    plan = jdelta.plan(step, None, *args, pin={"*": "recompute"})
+    assert plan.policy is not None
+    for got, expected in zip(
+        *map(jax.tree.leaves, (plan.jit()(*args), jax.jit(step)(*args))), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_value_that_leaves_a_marked_unit_is_refused_by_its_line():
+    def step(w):
+        kept = []
+
+        @jdelta.remat
+        def unit(x):
+            kept.append(2 * jnp.sum(x))
+            return jnp.sin(x @ w)
+
+        return jax.grad(lambda w: jnp.sum(unit(unit(w))))(w) * kept[-1]
+
+    with pytest.raises(jdelta.TraceError, match=r"A value computed at .*test_automatic.py:\d+"):
+        jdelta.plan(step, None, jnp.eye(8))
+
+
+# Other steps
+
+
 def test_reverse_mode_is_left_as_it_was():
     before = jax.vjp
     with tracing(Session(automatic=True)):

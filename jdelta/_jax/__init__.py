@@ -11,6 +11,7 @@ functions take and give stays. From the lowest floor up, each room importing onl
 - ``equation``: what one equation says, and new ones made. In 0.11 a ``scan`` came to count its
   inputs in another way.
 - ``places``: where in the user's code things come from.
+- ``outside``: a trace that leaves to the one around it what does not depend on its arguments.
 - ``checkpoint``: ``jax.checkpoint`` with its policies and names. ``jax_remat3`` writes all of them
   in another way, and 0.10 ignores policies with it on.
 - ``bodies``: the programs inside of equations, by the names of primitives, which come and go
@@ -55,6 +56,7 @@ from jdelta._jax.hooks import SCAN as SCAN
 from jdelta._jax.hooks import VJP as VJP
 from jdelta._jax.hooks import current_session as current_session
 from jdelta._jax.hooks import session_context as session_context
+from jdelta._jax.outside import outside_of as outside_of
 from jdelta._jax.places import place_of as place_of
 from jdelta._jax.places import place_of_error as place_of_error
 from jdelta._jax.places import place_of_tracer as place_of_tracer
@@ -66,6 +68,7 @@ from jdelta._jax.programs import dependents as dependents
 from jdelta._jax.programs import evaluate as evaluate
 from jdelta._jax.programs import evaluate_with as evaluate_with
 from jdelta._jax.programs import hoist_consts as hoist_consts
+from jdelta._jax.programs import leaked as leaked
 from jdelta._jax.programs import open_jaxpr as open_jaxpr
 from jdelta._jax.programs import program_of as program_of
 from jdelta._jax.programs import read as read

@@ -26,6 +26,8 @@ def place_of(eqn: Eqn) -> str:
 
 def place_of_tracer(tracer: Any) -> str:
     """Where a traced value was computed; empty where that is not known."""
+    while hasattr(tracer, "primal"):  # that of a value being differentiated
+        tracer = tracer.primal
     return _of_source(getattr(tracer, "_line_info", None))
 
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
+from jax.core import Tracer
 from jax.extend import core
 from jax.interpreters import partial_eval
 
@@ -45,6 +46,11 @@ def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
 def consts_of(jaxpr: Jaxpr) -> list[Any]:
     """Constants of a closed jaxpr; of an open one, none."""
     return list(getattr(jaxpr, "consts", ()))
+
+
+def leaked(jaxpr: Jaxpr) -> Any:
+    """A value of another trace that has got into a program, if there is one."""
+    return next((c for c in consts_of(jaxpr) if isinstance(c, Tracer)), None)
 
 
 def rebuild(
