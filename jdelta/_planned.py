@@ -21,7 +21,7 @@ from jdelta._measure import Measurement, measure
 from jdelta._spill import named_errors
 from jdelta._spilled import check_handlers, check_spilled
 from jdelta._target import resolve_planned
-from jdelta._trace import Trace, trace
+from jdelta._trace import Trace, own_errors_only, trace
 from jdelta._versions import other_versions
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class PlannedStep:
             _check_arguments(self.plan, call)
             self._compiled = compiled(self.plan, call, self._donate)
             self._static = call.static
+        if getattr(jax.config, "jax_disable_jit", False):  # nothing compiled is called then
+            return call.finish(call.fun(*call.args))
         if any(self._refs) and self._refs != _refs_in(call):  # a compiled step writes what it gets
             _check_arguments(self.plan, call)
         try:
@@ -169,14 +171,15 @@ def _compiled(
     """The program, what the compiler says of it, and its peak with what spilling holds beside."""
     step, _ = step_of(plan, call, donate)
     _LOG.info("compiling the step under its plan, %s planned", format_bytes(plan.compiled_peak))
-    emission = emit(step, plan.policy)
-    program, measurement = measure(
-        emission.lower(),
-        step.target,
-        emission.options,
-        computed=emission.computed,
-        executable=True,
-    )
+    with own_errors_only(step.fun, step.args, step.target.platform):
+        emission = emit(step, plan.policy)
+        program, measurement = measure(
+            emission.lower(),
+            step.target,
+            emission.options,
+            computed=emission.computed,
+            executable=True,
+        )
     if program:
         check_spilled(plan.residuals, plan.decisions, emission.spilled, measurement.files)
     return program, measurement, measurement.peak + emission.pool

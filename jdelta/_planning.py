@@ -30,7 +30,7 @@ from jdelta._solver import Knapsack, Milp, Solver
 from jdelta._spill import Spill, SpillRates, Store, agreed_rates, by_callback
 from jdelta._spilled import check_handlers
 from jdelta._target import Target, is_on_host, resolve
-from jdelta._trace import Trace, trace
+from jdelta._trace import Trace, own_errors_only, trace
 from jdelta._versions import versions
 from jdelta._ways import Way
 
@@ -238,6 +238,8 @@ def _plan(
             f"The budget of {format_bytes(bound.bytes)} is above the {format_bytes(where.memory)} "
             f"that {where.name} has. Leave it out to use what there is."
         )
+    if isinstance(pin, Mapping):
+        pin = {pattern: Decision(given) for pattern, given in pin.items()}
     call = call.abstract(where)
     placed = call.args
     donate = call.donated(donate_argnums)
@@ -255,11 +257,12 @@ def _plan(
         return Step(call.fun, placed, donate, where, found.aliases, *how, outside=found.outside)
 
     planning = Planning(traced, step, host_room, files, pin, solver, per_layer)
-    if reorder:
-        plain = Step(call.fun, placed, donate, where, {})
-        chosen = _reordered.result(planning, plain, bound)
-    else:
-        chosen = _reordered.Result(*planning.result(bound))
+    with own_errors_only(call.fun, placed, where.platform):
+        if reorder:
+            plain = Step(call.fun, placed, donate, where, {})
+            chosen = _reordered.result(planning, plain, bound)
+        else:
+            chosen = _reordered.Result(*planning.result(bound))
     search, result = chosen.search, chosen.found
     found, best = search.trace, result.best
     measurement: Measurement | None = best.measurement

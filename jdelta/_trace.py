@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -132,6 +132,33 @@ def trace(
     if grouping != AS_WRITTEN:
         raise TraceError(uncut) from reason
     return Trace(graph, (), False, grouping, _fingerprint(graph), uncut=uncut)
+
+
+@contextlib.contextmanager
+def own_errors_only(
+    step_fn: Callable[..., Any], args: tuple[Any, ...], platform: str
+) -> Generator[None]:
+    """Give what fails a name where the step by itself does not fail; its own errors pass.
+
+    Args:
+        step_fn: The step that something is done to.
+        args: Its arguments, or their shapes, with their shardings.
+        platform: Where it is to run.
+
+    Raises:
+        TraceError: Something failed that is not the step's own fault.
+    """
+    try:
+        yield
+        return
+    except JdeltaError:
+        raise
+    except Exception as error:
+        failure = error
+    plain = jax.jit(step_fn).trace(*args).lower(lowering_platforms=(platform,))
+    if isinstance(failure, jax.errors.JaxRuntimeError):
+        plain.compile()
+    raise TraceError(uncut_reason(failure)) from failure
 
 
 def uncut_reason(error: Exception) -> str:

@@ -278,3 +278,48 @@ def test_a_marked_unit_with_a_ref_is_refused_by_its_line():
     with pytest.raises(TraceError, match=r"'block' has swap in it at .*test_effects.py:\d+"):
         jdelta.plan(step, None, W, pin=EVERYTHING)
     assert_same(jdelta.plan(step, None, W).jit()(W), jax.jit(step)(W))
+
+
+# What else is none of the step's own fault
+
+
+def deep(w, x):
+    return jnp.mean(jnp.sin(jnp.tanh(jnp.sin(x @ w) @ w)) ** 2)
+
+
+def test_a_planned_step_with_jit_off():
+    step = jax.grad(deep)
+    plan = jdelta.plan(step, None, W[0], X, pin=EVERYTHING)
+    with jax.disable_jit():
+        assert_same(plan.jit()(W[0], X), step(W[0], X))
+
+
+def test_a_word_that_is_no_decision():
+    with pytest.raises(ValueError, match="'banana' is no decision") as error:
+        jdelta.plan(jax.grad(deep), None, W[0], X, pin={"*": "banana"})
+    assert not isinstance(error.value, jdelta.JdeltaError)
+
+
+def test_errors_of_the_step_pass_as_they_are():
+    def step(w, x):
+        if w.ndim == 2:
+            raise KeyError("mine")
+        return jax.grad(deep)(w, x)
+
+    with pytest.raises(KeyError, match="mine"):
+        jdelta.plan(step, None, W[0], X)
+    with pytest.raises(TypeError, match="dot_general requires"):
+        jdelta.plan(jax.grad(deep), None, W[0], X.T)
+
+
+@pytest.mark.parametrize("where", ["_segments.segments", "_emit.timeline", "_residual.storage"])
+def test_errors_that_are_not_the_steps_get_a_name(monkeypatch, where):
+    module, name = where.split(".")
+    owner = "jdelta._automatic" if name == "segments" else f"jdelta.{module}"
+
+    def fails(*_, **__):
+        raise RuntimeError("not told")
+
+    monkeypatch.setattr(f"{owner}.{name}", fails)
+    with pytest.raises(TraceError, match="RuntimeError: not told"):
+        jdelta.plan(jax.grad(deep), None, W[0], X, pin=EVERYTHING)
