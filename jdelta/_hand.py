@@ -12,6 +12,7 @@ from jdelta._errors import JdeltaError, PlanMismatchError
 from jdelta._graph import Graph, Operation
 from jdelta._naming import RegionName
 from jdelta._primitives import PARTS
+from jdelta._region import RegionPolicy
 from jdelta._residual import Residual
 from jdelta._trace import Trace
 
@@ -34,8 +35,14 @@ def decisions_of(
         For example ``{"h/3/mlp/tanh": Decision.SAVE}``.
 
     Raises:
-        PlanMismatchError: The policy fails, or gives no answer that ``jax.checkpoint`` takes.
+        PlanMismatchError: The policy fails, gives no answer that ``jax.checkpoint`` takes, or is a
+            plan.
     """
+    if isinstance(policy, RegionPolicy):
+        raise PlanMismatchError(
+            "pin: got a plan; it decides by the names of its residuals, which no equation of this "
+            "step has yet. Give its decisions: pin=plan.decisions."
+        )
     answers = dict(_answers(policy, trace, {r.name for r in residuals}))
     return {
         r.name: answers[r.name]

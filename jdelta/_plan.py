@@ -152,6 +152,7 @@ class Plan:
         if self.policy is None:
             return jax.checkpoint_policies.everything_saveable(prim, *avals, **params)
         self._check_without_files(self.policy)
+        self._check_not_nested()
         return self.policy(prim, *avals, **params)
 
     @property
@@ -170,12 +171,29 @@ class Plan:
             self._check_without_files(self.policy)
             self.policy.check_before_jvp(region)
 
+    def check_reaches(self, block: str) -> None:
+        """Refuse to be the policy of a ``jax.checkpoint`` in which no region is.
+
+        Raises:
+            PlanMismatchError: The plan keeps something, which would be dropped there.
+        """
+        if self.policy is not None:
+            self.policy.check_reaches(block)
+
     @staticmethod
     def _check_without_files(policy: Policy) -> None:
         if policy.spilled:
             raise SpillError(
                 f"The plan spills {len(policy.spilled)} values, which a jax.checkpoint policy "
                 "cannot do. Use plan.jit or jdelta.jit, or plan without spill=."
+            )
+
+    def _check_not_nested(self) -> None:
+        if self.grouping.nested:
+            raise PlanMismatchError(
+                f"The plan runs {self.grouping.layers} layers of a loop under one more checkpoint, "
+                "which a jax.checkpoint policy cannot do: it would take more memory than planned. "
+                "Use plan.jit or jdelta.jit, or plan with per_layer=False."
             )
 
     def prevents_cse(self, region: str) -> bool:

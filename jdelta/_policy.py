@@ -13,6 +13,7 @@ import jax
 from jdelta import _jax
 from jdelta._decision import Decision
 from jdelta._errors import PlanMismatchError
+from jdelta._format import format_some
 from jdelta._naming import RegionName
 
 _NUMBER = re.compile(r"_\d+$")
@@ -138,6 +139,27 @@ class Policy:
                 "jax.checkpoint with jax_remat3 on asks its policy before that is known. Use "
                 "plan.jit, jdelta.jit or jdelta.remat(policy=…) in its place, or turn jax_remat3 "
                 "off."
+            )
+
+    def check_reaches(self, block: str) -> None:
+        """Refuse to be the policy of a ``jax.checkpoint`` in which no region is.
+
+        A policy that drops everything does as well there.
+
+        Args:
+            block: What is in it, for messages.
+
+        Raises:
+            PlanMismatchError: All that the plan keeps would be dropped.
+        """
+        if self.kept:
+            raise PlanMismatchError(
+                f"The plan keeps {len(self.kept)} values ({format_some(sorted(self.kept), 3)}), "
+                f"but the jax.checkpoint around {block} has none of them: nothing in it is marked "
+                "with jdelta.remat, so all of it would be recomputed. Mark the block in the step "
+                "that is planned (and plan with per_layer=False where it is under a scan), then "
+                "give it the plan: jdelta.remat(Block, policy=plan), or nn.remat(jdelta.remat("
+                "Block), policy=plan). Without marks, run the planned step: plan.jit()."
             )
 
     @functools.cached_property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from jdelta import _jax
 from jdelta._errors import TraceError
-from jdelta._naming import add_names
+from jdelta._naming import RegionName, add_names, scope_path
 from jdelta._primitive import cotangent_primitive, region_primitive
 from jdelta._random import with_written_bits
 
@@ -37,6 +38,10 @@ class RegionPolicy(Protocol):
 
     def check_before_jvp(self, region: str) -> None:
         """Refuse to decide about a region of which only the plan knows what is differentiated."""
+        ...
+
+    def check_reaches(self, block: str) -> None:
+        """Refuse to be the policy of a ``jax.checkpoint`` with no region in it: see ``_look``."""
         ...
 
 
@@ -265,9 +270,36 @@ def _shield(policy: Any, region: str) -> bool:
     return True
 
 
+def _look(policy: Any, body: Any) -> None:
+    """Refuse a plan as the policy of a ``jax.checkpoint`` where it would decide nothing."""
+    eqns = _jax.open_jaxpr(body).eqns
+    if eqns and isinstance(policy, RegionPolicy) and not _has_region(body):
+        policy.check_reaches(_described(body))
+
+
+def _has_region(body: Any) -> bool:
+    return any(
+        eqn.primitive.name == _jax.REGION
+        or isinstance(_jax.named_value(eqn), RegionName)
+        or any(map(_has_region, _jax.subjaxprs(eqn)))
+        for eqn in _jax.open_jaxpr(body).eqns
+    )
+
+
+def _described(body: Any) -> str:
+    """The scopes that a program is in, and where it was written."""
+    eqns = _jax.open_jaxpr(body).eqns
+    paths = [path for eqn in eqns if (path := scope_path(_jax.name_stack(eqn)))]
+    alike = itertools.takewhile(lambda scopes: len(set(scopes)) == 1, zip(*paths, strict=False))
+    scopes = "/".join(same[0] for same in alike)
+    place = next(filter(None, map(_jax.place_of, _jax.equations(body))), "")
+    return " at ".join(filter(None, (scopes, place))) or "what it was given for"
+
+
 def _reached(session: Session, name: str, number: int) -> None:
     session.reached[name].add(number)
 
 
 _bind = region_primitive(_jvp, _shield)
 _watched = cotangent_primitive(_reached)
+_jax.watch_checkpoints(_look)

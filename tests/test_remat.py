@@ -1,16 +1,19 @@
 """`jdelta.remat` changes no value, derivative, parameter name or random bit; only names appear."""
 
+import dataclasses
 import functools
 import os
 import subprocess
 import sys
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src import config
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
@@ -18,7 +21,7 @@ from jax.interpreters import ad, mlir
 import jdelta
 from jdelta import Decision, PlanMismatchError, _jax
 from jdelta._policy import Policy
-from jdelta._region import Session
+from jdelta._region import Grouping, Session
 from jdelta._trace import trace
 from tests import stacks
 from tests.planning import decided, under
@@ -602,6 +605,99 @@ def test_parameters_of_primitives_may_be_called_anything(stack, mark):
     ):
         plan = jdelta.plan(step, None, *args, pin=pin)
         assert_close(plan.jit()(*args), step(*args))
+
+
+REACHED = Policy(
+    saved=frozenset({"unit/exp"}),
+    offloaded=frozenset(),
+    recomputed=frozenset({"unit/sin"}),
+    regions=(("unit", 0),),
+)
+DROPPING = dataclasses.replace(REACHED, saved=frozenset())
+
+
+def wave(x):
+    return jnp.exp(jnp.sin(x)) * 2.0
+
+
+class Wave(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return wave(nn.Dense(8)(x))
+
+
+def by_linen(policy):
+    net = nn.remat(Wave, policy=policy)(name="block_7")
+    params = net.init(KEY, X)
+    return lambda x: net.apply(params, x)
+
+
+def by_scan(policy):
+    body = jax.checkpoint(lambda x, _: (wave(x), None), policy=policy)
+    return lambda x: jax.lax.scan(body, x, length=2)[0]
+
+
+UNMARKED = {
+    "jax": lambda policy: jax.checkpoint(jax.jit(wave), policy=policy),
+    "scan": by_scan,
+    "linen": by_linen,
+    "nnx": lambda policy: nnx.remat(wave, policy=policy),
+    "equinox": lambda policy: eqx.filter_checkpoint(wave, policy=policy),
+}
+
+
+def sum_of(fun):
+    return jax.grad(lambda x: fun(x).sum())
+
+
+@pytest.mark.parametrize("remat3", [False, True])
+@pytest.mark.parametrize("wrap", UNMARKED)
+def test_a_plan_that_reaches_nothing_says_so(wrap, remat3):
+    with config.remat3(remat3):
+        unmarked = UNMARKED[wrap](REACHED)
+        assert unmarked(X).shape == X.shape  # nothing to keep there
+        with pytest.raises(PlanMismatchError, match="nothing in it is marked") as error:
+            sum_of(unmarked)(X)
+        assert "test_remat.py:" in str(error.value)
+        assert ("block_7" in str(error.value)) == (wrap == "linen")
+        for harmless in (DROPPING, jdelta.plan(sum_of(wave), "1GiB", X)):
+            sum_of(UNMARKED[wrap](harmless))(X)
+
+
+@pytest.mark.parametrize("remat3", [False, True])
+def test_a_plan_that_reaches_something_is_not_refused(remat3):
+    marked = jdelta.remat(wave, name="unit")
+
+    def frozen(w, x):  # nothing in the region is differentiated
+        return jnp.sum(w * marked(jax.lax.stop_gradient(x)))
+
+    def around(x):
+        return jnp.cos(marked(jnp.tanh(x)))
+
+    with config.remat3(remat3):
+        jax.grad(jax.checkpoint(frozen, policy=REACHED))(X, X)
+        sum_of(jax.checkpoint(lambda x: x, policy=REACHED))(X)
+        by_plan = jax.checkpoint(around, policy=REACHED)
+        assert_close(sum_of(by_plan)(X), sum_of(around)(X))
+        assert_close(
+            jax.jvp(sum_of(by_plan), (X,), (X,)), jax.jvp(sum_of(around), (X,), (X,)), rtol=1e-4
+        )
+
+
+def test_a_plan_as_a_hand_policy_is_refused():
+    step = sum_of(lambda x: jdelta.remat(wave, name="unit")(x))
+    plan = jdelta.plan(step, "1GiB", X, pin={"*": "recompute", "unit/exp": "save"})
+    with pytest.raises(PlanMismatchError, match=r"pin=plan\.decisions"):
+        jdelta.plan(step, "1GiB", X, pin=plan)
+    again = jdelta.plan(step, "1GiB", X, pin=plan.decisions)
+    assert again.decisions == plan.decisions
+
+
+def test_a_plan_with_one_more_checkpoint_is_no_policy():
+    plan = jdelta.plan(sum_of(wave), "1GiB", X, pin={"*": "recompute"})
+    nested = dataclasses.replace(plan, grouping=Grouping(2, nested=True))
+    with pytest.raises(PlanMismatchError, match="under one more checkpoint"):
+        sum_of(jax.checkpoint(wave, policy=nested))(X)
 
 
 PROGRAM = """

@@ -38,6 +38,7 @@ from jdelta._jax.checkpoint import name_equation as name_equation
 from jdelta._jax.checkpoint import named_value as named_value
 from jdelta._jax.checkpoint import plain as plain
 from jdelta._jax.checkpoint import renamed as renamed
+from jdelta._jax.checkpoint import watch_checkpoints as watch_checkpoints
 from jdelta._jax.effects import by_position as by_position
 from jdelta._jax.effects import happens_once as happens_once
 from jdelta._jax.effects import is_ref as is_ref

@@ -13,9 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import ad_checkpoint
 from jax.extend.core import primitives
+from jax.interpreters import partial_eval
 
-from jdelta._jax.equation import from_template
+from jdelta._jax.equation import from_template, name_stack
 from jdelta._jax.programs import Eqn, Jaxpr, consts_of, hoist_consts, open_jaxpr, stage
 from jdelta._jax.values import Var
 
@@ -42,6 +44,42 @@ def checkpointed(
         return jax.tree.unflatten(tree, results)
 
     return call
+
+
+def watch_checkpoints(look: Callable[[Any, Jaxpr], None]) -> None:
+    """Have each ``jax.checkpoint`` looked at when it is differentiated, before it asks its policy.
+
+    A policy is asked about one equation after the other; only here is all of them at hand.
+
+    Args:
+        look: Called with the policy and the body; may raise.
+    """
+    rules = partial_eval.custom_partial_eval_rules
+    rules[primitives.remat_p] = _looking(rules[primitives.remat_p], look)
+    for method in ("lin", "vjp_fwd"):  # with jax_remat3 on
+        if hasattr(ad_checkpoint.RematTraced, method):
+            plain = getattr(ad_checkpoint.RematTraced, method)
+            setattr(ad_checkpoint.RematTraced, method, _looking3(plain, look))
+
+
+def _looking(rule: Callable[..., Any], look: Callable[[Any, Jaxpr], None]) -> Callable[..., Any]:
+    @functools.wraps(rule)
+    def looking(trace: Any, /, *tracers: Any, **params: Any) -> Any:
+        if not params["differentiated"]:  # else it is a backward pass, differentiated once more
+            look(params["policy"], params["jaxpr"])
+        return rule(trace, *tracers, **params)
+
+    return looking
+
+
+def _looking3(method: Callable[..., Any], look: Callable[[Any, Jaxpr], None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def looking(self: Any, /, *args: Any, **options: Any) -> Any:
+        if not any("jvp(" in name_stack(eqn) for eqn in open_jaxpr(self.jaxpr).eqns):
+            look(self.policy, self.jaxpr)
+        return method(self, *args, **options)
+
+    return looking
 
 
 def remat3_body(eqn: Eqn) -> Jaxpr | None:

@@ -33,7 +33,8 @@ def place_of_tracer(tracer: Any) -> str:
 
 def _of_source(info: Any) -> str:
     frames = source_info_util.user_frames(info.traceback) if info else ()
-    users = (f for f in frames if _is_users(f.file_name))
+    users = [f for f in frames if _is_users(f.file_name)]
+    users.sort(key=lambda f: "site-packages" in f.file_name)  # a library that the user calls
     return next((f"{f.file_name}:{f.start_line} ({f.function_name})" for f in users), "")
 
 
