@@ -174,6 +174,9 @@ class Plan:
     def check_reaches(self, block: str) -> None:
         """Refuse to be the policy of a ``jax.checkpoint`` in which no region is.
 
+        Args:
+            block: What is in it, for messages.
+
         Raises:
             PlanMismatchError: The plan keeps something, which would be dropped there.
         """
