@@ -36,14 +36,32 @@ class Rates:
     def flops(self, kind: str) -> float:
         """FLOP/s of a kind of matrix product.
 
-        A dtype without a figure of its own runs at float32's rate, slower in proportion when it is
-        wider than that; a precision without one runs like the default.
+        A precision without a figure of its own runs like the default. A dtype without one runs as
+        what it is converted to, or made of: narrow floats as bfloat16, narrow integers as int8,
+        complex numbers as their parts, else at float32's rate, slower in proportion when wider.
         """
         known, dtype = dict(self.matmul), kind.partition(" ")[0]
-        for name in (kind, dtype):
+        for name in (kind, dtype, _instead(dtype)):
             if name in known:
                 return known[name]
-        return known["float32"] * min(1.0, 4 / np.dtype(dtype).itemsize)
+        return known["float32"] * min(1.0, 4 / np.dtype(_instead(dtype)).itemsize)
+
+
+def _instead(dtype: str) -> str:
+    """The dtype whose matrix products those of another one become."""
+    if dtype.startswith("complex"):
+        return {"complex64": "float32", "complex128": "float64"}[dtype]
+    if dtype.startswith(("float8", "float6", "float4")) and dtype != "float64":
+        return "bfloat16"
+    return "int8" if dtype in _NARROW_INTEGERS else dtype
+
+
+_NARROW_INTEGERS = frozenset({"bool", "int2", "int4", "uint2", "uint4", "uint8"})
+
+
+def multiply_add_flops(dtype: str) -> float:
+    """FLOPs of a multiplication and an addition: those of complex numbers are of four and four."""
+    return 8.0 if dtype.startswith("complex") else 2.0
 
 
 def product_kind(dtype: str, precision: str = "default") -> str:
@@ -157,6 +175,15 @@ device_description_str: "{kind}"
 """
 
 
+def _tensor_cores(bfloat16: float, **others: float) -> dict[str, float]:
+    """TFLOP/s by dtype, where half precision has one rate and bytes, of either kind, another."""
+    return {
+        **others,
+        **dict.fromkeys(("bfloat16", "float16"), bfloat16),
+        **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), others["int8"]),
+    }
+
+
 _INTEGER_LANES = 64
 """Of a multiprocessor of those chips: NVIDIA's white papers on their architectures."""
 
@@ -232,7 +259,7 @@ _GPUS = {
     ),
     "h100": _cuda(
         "NVIDIA H100 80GB HBM3",
-        {"bfloat16": 989, "float16": 989, "float32": 494, "float64": 67, "int8": 1979},
+        _tensor_cores(bfloat16=989, float32=494, float64=67, int8=1979),
         vector=67,
         link=54,
         nvlink=900,
@@ -243,7 +270,7 @@ _GPUS = {
     ),
     "h200": _cuda(
         "NVIDIA H200",
-        {"bfloat16": 989, "float16": 989, "float32": 494, "float64": 67, "int8": 1979},
+        _tensor_cores(bfloat16=989, float32=494, float64=67, int8=1979),
         vector=67,
         link=54,
         nvlink=900,
@@ -254,7 +281,7 @@ _GPUS = {
     ),
     "b200": _cuda(
         "NVIDIA B200",
-        {"bfloat16": 2250, "float16": 2250, "float32": 1100, "float64": 40, "int8": 4500},
+        _tensor_cores(bfloat16=2250, float32=1100, float64=40, int8=4500),
         vector=80,
         link=54,
         nvlink=1800,

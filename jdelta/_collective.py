@@ -164,14 +164,37 @@ def _named(kind: str) -> _Rule:
     return rule
 
 
+_ALL_REDUCE = frozenset(
+    "psum psum_invariant psum_start psum_invariant_start unreduced_psum unreduced_psum_start"
+    " unreduced_pmax unreduced_pmin pmax pmin".split()
+)
+_ALL_GATHER = frozenset(
+    "all_gather all_gather_invariant all_gather_reduced all_gather_start all_gather_reduced_start"
+    " pbroadcast pbroadcast_start pbroadcast_dynamic".split()
+)
+_REDUCE_SCATTER = frozenset(
+    "reduce_scatter psum_scatter reduce_scatter_start unreduced_reduce_scatter"
+    " unreduced_reduce_scatter_start".split()
+)
+_ALL_TO_ALL = frozenset(
+    "all_to_all all_to_all_start ragged_all_to_all ppermute ppermute_start psend".split()
+)
+_ARRIVALS = frozenset(
+    "psum_done all_gather_done pbroadcast_done reduce_scatter_done all_to_all_done ppermute_done"
+    " precv".split()
+)
+
+COLLECTIVES = _ALL_REDUCE | _ALL_GATHER | _REDUCE_SCATTER | _ALL_TO_ALL | _ARRIVALS
+"""Primitives with which a program itself asks other devices; what arrives was sent before."""
+
 _RULES: dict[str, _Rule] = {
     "dot_general": _dot,
     RESHARD: _aligned,
     **dict.fromkeys(
         "reduce_sum reduce_max reduce_min reduce_prod argmax argmin".split(), _reduction
     ),
-    **dict.fromkeys("psum psum_invariant pmax pmin".split(), _named("all-reduce")),
-    **dict.fromkeys("all_gather all_gather_invariant".split(), _named("all-gather")),
-    **dict.fromkeys("reduce_scatter psum_scatter".split(), _named("reduce-scatter")),
-    **dict.fromkeys("all_to_all ppermute".split(), _named("all-to-all")),
+    **dict.fromkeys(_ALL_REDUCE, _named("all-reduce")),
+    **dict.fromkeys(_ALL_GATHER, _named("all-gather")),
+    **dict.fromkeys(_REDUCE_SCATTER, _named("reduce-scatter")),
+    **dict.fromkeys(_ALL_TO_ALL, _named("all-to-all")),
 }

@@ -1,112 +1,30 @@
 """Roofline seconds of operations: the larger of arithmetic and memory traffic.
 
-Matrix products and convolutions are priced by their floating-point operations at the rate of
-their dtype, everything else by the bytes it moves and a rough count of operations per element. A
-value that is fused into its readers is not written, so a fused element-wise chain pays for its
-outer inputs and its result once. What devices send each other is added: nothing hides it here.
+What they compute is said in ``_work.py``, what they move in ``_traffic.py``. A value that is fused
+into its readers is not written, so a fused element-wise chain pays for its outer inputs and its
+result once. What devices send each other is added: nothing hides it here.
 Of a whole program it also counts which reads are one, and what loops move for stacks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+import numpy as np
 from jax.lax import Precision
 
 from jdelta._chips import Rates, product_kind
-from jdelta._collective import collective_seconds, contracted
+from jdelta._collective import collective_seconds
 from jdelta._fusion import Compiler, storage
-from jdelta._graph import BARRIER, RESHARD, TRANSFER, Graph, Operation, graph_of
-from jdelta._primitives import BITS, CHEAP, FREE, MATMULS, RANDOM, VIEWS
-from jdelta._shardy import parts
-from jdelta._traffic import moved_bytes, read_along, stacked_bytes
-
-_RULES: dict[str, Callable[[Graph, Operation], float]] = {}
-
-
-def _rule(*primitives: str) -> Callable[[Any], Any]:
-    def register(fun: Callable[[Graph, Operation], float]) -> Any:
-        _RULES.update(dict.fromkeys(primitives, fun))
-        return fun
-
-    return register
-
-
-@_rule("dot_general")
-def _dot(graph: Graph, op: Operation) -> float:
-    (contracting, _), _ = op.params["dimension_numbers"]
-    left, result = (graph.values[v] for v in (op.inputs[0], op.outputs[0]))
-    multiplies = math.prod(left.shape[i] for i in contracting) * math.prod(result.shape)
-    # What is summed over an axis may be scattered over it afterwards: it divides the work once.
-    axes = {*(axis for axes in result.spec for axis in axes), *contracted(graph, op)}
-    return 2.0 * multiplies / parts(tuple(axes))
-
-
-@_rule("conv_general_dilated")
-def _convolution(graph: Graph, op: Operation) -> float:
-    kernel = graph.values[op.inputs[-1]].shape
-    out_features = kernel[op.params["dimension_numbers"].rhs_spec[0]]
-    multiplies = math.prod(kernel) / out_features  # kernel already holds in / groups features
-    return 2.0 * multiplies * _elements(graph, op.outputs[:1])
-
-
-@_rule("sort", "top_k", "approx_top_k")
-def _sort(graph: Graph, op: Operation) -> float:
-    elements = _elements(graph, op.inputs)
-    return elements * math.log2(max(2.0, elements))
-
-
-@_rule("fft")
-def _fft(graph: Graph, op: Operation) -> float:
-    length = math.prod(op.params["fft_lengths"])
-    return 5.0 * _elements(graph, op.outputs) * math.log2(max(2, length))
-
-
-@_rule("cholesky", "lu", "qr", "eigh", "eig", "svd", "geqrf", "householder_product")
-def _linear_algebra(graph: Graph, op: Operation) -> float:
-    shape = graph.values[op.inputs[0]].local
-    return 2.0 * math.prod(shape) * shape[-1]
-
-
-@_rule(RESHARD)
-def _reshard(*_: Any) -> float:
-    return 0.0  # only sent about
-
-
-@_rule("triangular_solve", "custom_linear_solve", "tridiagonal_solve")
-def _solve(graph: Graph, op: Operation) -> float:
-    """As many products as a matrix times the right-hand sides: one triangle or two."""
-    return 2.0 * _elements(graph, op.outputs) * graph.values[op.inputs[0]].local[-1]
-
-
-@_rule("dot_product_attention_fwd_wrapper")
-def _attention(graph: Graph, op: Operation) -> float:
-    """cuDNN's: two products of every query with every key, half of them behind a causal mask."""
-    queries, keys = (graph.values[v].local for v in op.inputs[:2])
-    rows = 1 if op.params["layout"] == 0 else 2  # BTNH or BNTH
-    causal = "CAUSAL" in str(op.params["mask_type"])
-    return (2.0 if causal else 4.0) * math.prod(queries) * keys[rows]
-
-
-@_rule("dot_product_attention_bwd_wrapper")
-def _attention_backward(graph: Graph, op: Operation) -> float:
-    return 2.5 * _attention(graph, op)  # five products instead of two
-
-
-_NOTHING = VIEWS | FREE | {BARRIER, TRANSFER}
-"""Take no time; transfers are priced by the link, elsewhere."""
-
-_ATTENTION = frozenset(f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd"))
-"""cuDNN's, which run on the matrix unit."""
+from jdelta._graph import Graph, Operation, graph_of
+from jdelta._jax import scan_counts
+from jdelta._primitives import BITS, MATMULS
+from jdelta._traffic import moved_bytes, spared_reads, stacked_bytes
+from jdelta._work import is_free, programs, work
 
 _REFERENCES = frozenset("get swap addupdate program_id num_programs".split())
 """What a kernel reads and writes its blocks with: counted with its operands."""
-
-
-def _elements(graph: Graph, values: Sequence[int]) -> float:
-    return float(sum(math.prod(graph.values[v].local) for v in values))
 
 
 def operation_seconds(
@@ -125,15 +43,18 @@ def operation_seconds(
         roots: For each value the buffers it is read from, as ``storage`` gives them.
         rates: Rates of the target.
         platform: Platform of the target.
-        there: Buffers that it need not read, as it runs along with what does.
+        there: Buffers that it need not read: it runs along with what does, or changes a part of
+            them in place.
     """
     if op.body is not None:
-        return _loop_seconds(op, op.body, rates, platform)
-    if op.primitive in _NOTHING:
+        return max(_loop_seconds(op, body, rates, platform) for body in op.bodies)
+    if is_free(op):
         return 0.0
     moved = moved_bytes(graph, op, roots, there) / rates.bandwidth
-    arithmetic = _arithmetic(graph, op, rates, Compiler(platform))
-    return max(arithmetic, moved) + collective_seconds(graph, op, rates)
+    compiler = Compiler(platform)
+    arithmetic = _arithmetic(graph, op, rates, compiler)
+    masked = compiler.masked_copies(graph, op) / rates.bandwidth
+    return max(arithmetic, moved) + masked + collective_seconds(graph, op, rates)
 
 
 def _loop_seconds(op: Operation, body: Graph, rates: Rates, platform: str) -> float:
@@ -141,7 +62,17 @@ def _loop_seconds(op: Operation, body: Graph, rates: Rates, platform: str) -> fl
     compiler = Compiler(platform)
     roots = storage(body, compiler)
     stacked = stacked_bytes(op, body, roots, compiler) / rates.bandwidth
-    return op.trips * (stacked + sum(_each(body, roots, rates, platform)))
+    return op.trips * (stacked + sum(_each(body, roots, rates, platform, _carried(op, body))))
+
+
+def _carried(op: Operation, body: Graph) -> Sequence[int]:
+    """What the body of a loop is given that it may overwrite."""
+    if op.primitive == "while":
+        return body.inputs[op.params["body_nconsts"] :]
+    if op.primitive != "scan":
+        return ()
+    consts, carry = scan_counts(op.params)
+    return body.inputs[consts : consts + carry]
 
 
 def _arithmetic(graph: Graph, op: Operation, rates: Rates, compiler: Compiler) -> float:
@@ -149,21 +80,49 @@ def _arithmetic(graph: Graph, op: Operation, rates: Rates, compiler: Compiler) -
     if op.primitive == "pallas_call":
         return _kernel(op, rates, compiler)
     if op.primitive in BITS:
-        each = compiler.bits_work(rbg="rbg" in graph.values[op.inputs[0]].dtype)
-        return each * _elements(graph, op.outputs[:1]) / rates.integer
-    rule = _RULES.get(op.primitive)
-    work = rule(graph, op) if rule else _default_work(graph, op)
-    if op.primitive in MATMULS | _ATTENTION:
-        return work / rates.flops(_product_kind(graph, op))
-    return work / (rates.integer if op.primitive in RANDOM else rates.vector)
+        made = math.prod(graph.values[op.outputs[-1]].local)  # a new key comes before it
+        return compiler.bits_work(rbg=_is_by_xla(graph, op)) * made / rates.integer
+    if bodies := programs(op):
+        return max(_inside(graph_of(body), rates, compiler) for body in bodies)
+    done = work(graph, op)
+    if done.unit == "matrix":
+        passes = compiler.ragged_groups(graph, op)
+        return passes * done.operations / rates.flops(_product_kind(graph, op))
+    return done.operations / (rates.integer if done.unit == "integer" else rates.vector)
+
+
+def _is_by_xla(graph: Graph, op: Operation) -> bool:
+    """Whether XLA's own generator makes random bits, not threefry written out."""
+    if op.primitive.startswith("rng"):
+        return "THREE_FRY" not in str(op.params.get("algorithm"))
+    return "rbg" in graph.values[op.inputs[0]].dtype
 
 
 def _product_kind(graph: Graph, op: Operation) -> str:
-    """The kind of matrix product that an operation is, by its first operand."""
-    asked = op.params.get("precision")
+    """The kind of matrix product that an operation is: of its widest operand, as asked for."""
+    operands = [graph.values[v].dtype for v in op.inputs[:2]]
+    dtype = max(operands, key=lambda name: np.dtype(name).itemsize)
+    asked: object = op.params.get("precision")
     first = asked[0] if isinstance(asked, tuple) else asked  # JAX gives each operand one
-    precision = first.name.lower() if isinstance(first, Precision) else "default"
-    return product_kind(graph.values[op.inputs[0]].dtype, precision)
+    name = str(getattr(first, "name", "default"))
+    if isinstance(first, Precision):
+        return product_kind(dtype, name.lower())
+    return _BY_ALGORITHM.get(name, dtype)
+
+
+_BY_ALGORITHM = {
+    "F16_F16_F16": "float16",
+    "F16_F16_F32": "float16",
+    "BF16_BF16_BF16": "bfloat16",
+    "BF16_BF16_F32": "bfloat16",
+    "BF16_BF16_F32_X3": "float32 high",
+    "BF16_BF16_F32_X6": "float32 highest",
+    "BF16_BF16_F32_X9": "float32 highest",
+    "TF32_TF32_F32_X3": "float32 high",
+    "F32_F32_F32": "float32 highest",
+    "F64_F64_F64": "float64",
+}
+"""What ``jax.lax.DotAlgorithmPreset`` makes of a product, where that is not its operands' own."""
 
 
 def _kernel(op: Operation, rates: Rates, compiler: Compiler) -> float:
@@ -180,19 +139,14 @@ def _kernel(op: Operation, rates: Rates, compiler: Compiler) -> float:
 
 
 def _inside(body: Graph, rates: Rates, compiler: Compiler) -> float:
-    """Seconds of the operations in the body of a kernel."""
+    """Seconds of the operations in the body of a kernel, or of a program within an operation."""
     seconds = 0.0
     for op in body.operations:
         if op.body is not None:
             seconds += op.trips * _inside(op.body, rates, compiler)
-        elif op.primitive not in _NOTHING | _REFERENCES:
+        elif op.primitive not in _REFERENCES and not is_free(op):
             seconds += _arithmetic(body, op, rates, compiler)
     return seconds
-
-
-def _default_work(graph: Graph, op: Operation) -> float:
-    """Operations: one an element if cheap, else some ten; unknown kernels read each input often."""
-    return (1.0 if op.primitive in CHEAP else 10.0) * _elements(graph, (*op.inputs, *op.outputs))
 
 
 def each_seconds(graph: Graph, rates: Rates, platform: str) -> list[float]:
@@ -201,11 +155,15 @@ def each_seconds(graph: Graph, rates: Rates, platform: str) -> list[float]:
 
 
 def _each(
-    graph: Graph, roots: Sequence[frozenset[int]], rates: Rates, platform: str
+    graph: Graph,
+    roots: Sequence[frozenset[int]],
+    rates: Rates,
+    platform: str,
+    own: Sequence[int] = (),
 ) -> list[float]:
-    along = read_along(graph, roots, Compiler(platform))
+    spared = spared_reads(graph, roots, Compiler(platform), own)
     return [
-        operation_seconds(graph, op, roots, rates, platform, along.get(index, frozenset()))
+        operation_seconds(graph, op, roots, rates, platform, spared.get(index, frozenset()))
         for index, op in enumerate(graph.operations)
     ]
 

@@ -159,6 +159,29 @@ class Compiler:
         """
         return _THREEFRY.get(self.platform, 100.0) * (0.5 if rbg else 1.0)
 
+    def ragged_groups(self, graph: Graph, op: Operation) -> int:
+        """How often a ragged product multiplies all of its rows: 1 for any other operation.
+
+        TPU: once, in a kernel of its own. Elsewhere once for each group, with the rows of the
+        others set to zero.
+        """
+        if op.primitive != "ragged_dot_general" or self.platform == "tpu":
+            return 1
+        return graph.values[op.inputs[2]].local[-1]
+
+    def masked_copies(self, graph: Graph, op: Operation) -> int:
+        """Bytes of a ragged product's rows, copied for each group with the others' set to zero.
+
+        Of both operands where rows are summed over.
+        """
+        groups = self.ragged_groups(graph, op)
+        if groups == 1:
+            return 0
+        numbers = op.params["ragged_dot_dimension_numbers"]
+        summed = numbers.lhs_ragged_dimensions[0] in numbers.dot_dimension_numbers[0][0]
+        copied = op.inputs[: 2 if summed else 1]
+        return groups * sum(graph.values[v].bytes for v in copied)
+
     @property
     def copies_into_stacks(self) -> bool:
         """Whether stacks of loops cost more than writing their rows where these are computed.
@@ -178,16 +201,17 @@ class Compiler:
     def workspace(self, graph: Graph, op: Operation, *, frees: bool) -> int:
         """Bytes that an operation needs beside what it reads and writes.
 
-        Operands that are gathered from other devices. CUDA: a product with too few result tiles to
-        fill the GPU is split along the contracted dimension; if that is no multiple of 16, both
-        operands are copied, padded, one after the other.
+        Operands that are gathered from other devices, masked copies for a ragged product. CUDA: a
+        product with too few result tiles to fill the GPU is split along the contracted dimension;
+        if that is no multiple of 16, both operands are copied, padded, one after the other.
 
         Args:
             graph: What it stands in.
             op: The operation.
             frees: Whether it is the last to read one of its operands.
         """
-        return gathered_bytes(graph, op) + self._padded(graph, op, frees)
+        own = self._padded(graph, op, frees) + self.masked_copies(graph, op)
+        return gathered_bytes(graph, op) + own
 
     def relaid_bytes(self, op: Operation) -> int:
         """Bytes that a loop takes beside what its body does.

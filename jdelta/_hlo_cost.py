@@ -2,7 +2,8 @@
 
 Matrix products and convolutions are priced by their arithmetic, and so are operations on integers,
 of which random bits take a hundred an element; everything else moves bytes.
-Kernels that the text does not describe (attention of cuDNN, Pallas) pay for their bytes alone.
+Kernels that the text does not describe (attention of cuDNN) pay for their bytes alone; those of
+Pallas for TPUs for what their authors estimate.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
-from jdelta._chips import Rates, product_kind
+from jdelta._chips import Rates, multiply_add_flops, product_kind
 from jdelta._hlo import DEVICE, Array, Computation, Instruction, Module, Shape, leaves
+from jdelta._window import taps_inside
 
 _FREE = frozenset(
     "add-dependency after-all bitcast conditional call constant get-tuple-element"
@@ -87,8 +87,10 @@ def products(
             yield from products(module, inner, part)
     elif rule := _rule(instruction):
         arrays = [operand.array for operand in computation.operands(instruction)]
-        kind = product_kind(arrays[0].numpy_dtype, _precision(instruction))
-        yield kind, rule(instruction, arrays)
+        # The operands of a kernel begin with indices, if it has any.
+        first = next((a for a in arrays if "int" not in a.numpy_dtype), arrays[0])
+        kind = product_kind(first.numpy_dtype, _precision(instruction))
+        yield kind, multiply_add_flops(first.numpy_dtype) / 2.0 * rule(instruction, arrays)
 
 
 def _precision(instruction: Instruction) -> str:
@@ -121,7 +123,18 @@ def _rule(instruction: Instruction) -> _Rule | None:
     name = instruction.attribute("custom_call_target")
     if name in _CUDNN:
         return _cudnn
+    if _estimate(instruction).get("flops"):
+        return _kernel
     return _cublas if name.startswith("__cublas$") else None
+
+
+def _estimate(instruction: Instruction) -> dict[str, str]:
+    """What the author of a TPU kernel says that it takes: {"flops": "68719476736", ...}."""
+    return instruction.config.get("custom_call_config", {}).get("cost_estimate", {})
+
+
+def _kernel(instruction: Instruction, operands: list[Array]) -> float:
+    return float(_estimate(instruction)["flops"])
 
 
 def _dot(instruction: Instruction, operands: list[Array]) -> float:
@@ -170,11 +183,15 @@ def _taps(window: dict[str, str], axis: int, size: int, taps: int, outputs: int)
     def field(name: str, default: str) -> str:
         return window[name].split("x")[axis] if name in window else default
 
-    stride, dilation = int(field("stride", "1")), int(field("lhs_dilate", "1"))
-    spacing, padding = int(field("rhs_dilate", "1")), int(field("pad", "0_0").split("_")[0])
-    place = np.arange(outputs)[:, None] * stride + np.arange(taps) * spacing - padding
-    inside = (place >= 0) & (place <= (size - 1) * dilation)
-    return int((inside & (place % dilation == 0)).sum())
+    return taps_inside(
+        size,
+        taps,
+        outputs,
+        stride=int(field("stride", "1")),
+        dilation=int(field("lhs_dilate", "1")),
+        spacing=int(field("rhs_dilate", "1")),
+        padding=int(field("pad", "0_0").split("_")[0]),
+    )
 
 
 # Traffic

@@ -25,14 +25,14 @@ CHEAP = SPLITS | frozenset(
     " gt ge and or not xor shift_left shift_right_logical shift_right_arithmetic"
     " convert_element_type bitcast_convert_type clamp integer_pow square is_finite real imag"
     " conj complex slice dynamic_slice pad rev one_minus_square population_count clz nextafter"
-    " random_wrap random_unwrap".split()
+    " random_wrap random_unwrap eq_to le_to lt_to mulhi".split()
 )
 """Element-wise and cheap enough to be computed again in every reader."""
 
 PARTS = frozenset({"real", "imag"})
 """What a complex value is kept as."""
 
-BITS = frozenset({"random_bits", "threefry2x32"})
+BITS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 """Make an array of random bits, at a hundred instructions an element."""
 
 RANDOM = BITS | frozenset("random_fold_in random_split random_seed".split())
@@ -40,7 +40,8 @@ RANDOM = BITS | frozenset("random_fold_in random_split random_seed".split())
 
 EXPENSIVE = RANDOM | frozenset(
     "exp exp2 expm1 log log1p log2 tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh"
-    " atanh logistic erf erfc erf_inv pow sqrt rsqrt cbrt lgamma digamma polynomial".split()
+    " atanh logistic erf erfc erf_inv pow sqrt rsqrt cbrt lgamma digamma polynomial"
+    " bessel_i0e bessel_i1e zeta polygamma".split()
 )
 """Element-wise, at many instructions each."""
 
@@ -56,6 +57,12 @@ REDUCTIONS = SUMS | frozenset(
     f"cumsum cumprod cummax cummin cumlogsumexp {_POOLING} select_and_gather_add".split()
 )
 """Fuse what they read, but write their result."""
+
+UPDATES = frozenset(
+    "dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min"
+    " scatter-max".split()
+)
+"""Their first operand with a part of it changed: in place, if nothing reads it afterwards."""
 
 WINDOWS = frozenset(
     f"{_POOLING} select_and_gather_add select_and_scatter select_and_scatter_add".split()

@@ -14,7 +14,7 @@ from jdelta._primitives import CHEAP, FREE, PARTS, SPLITS, VIEWS
 from jdelta._shardy import Spec
 from jdelta._target import Target
 from jdelta._trace import Region
-from jdelta._traffic import read_along, stacked_passes
+from jdelta._traffic import spared_reads, stacked_passes
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class _Analysis:
     def residuals(self) -> tuple[Residual, ...]:
         compiler = Compiler(self.target.platform)
         roots = storage(self.graph, compiler)
-        along = read_along(self.graph, roots, compiler)
+        along = spared_reads(self.graph, roots, compiler)
         there = {id(self.graph.operations[index]): read for index, read in along.items()}
         found: dict[int, Residual] = {}
         below: dict[int, _Chain] = {}

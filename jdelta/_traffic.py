@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from jdelta._fusion import Compiler, storage
+from jdelta._fusion import Compiler, last_reads, storage
 from jdelta._graph import BARRIER, Graph, Operation
 from jdelta._jax import scan_counts
-from jdelta._primitives import FREE, MATMULS, SPLITS, SUMS, VIEWS
+from jdelta._primitives import FREE, MATMULS, SPLITS, SUMS, UPDATES, VIEWS
 
 _PASSED_ON = VIEWS | FREE | {BARRIER}
 _PARTIAL_READS = SPLITS | frozenset({"slice", "dynamic_slice", "gather"})
@@ -28,9 +28,11 @@ def moved_bytes(
         graph: The program the operation is part of.
         op: The operation.
         roots: For each value the buffers it is read from, as ``storage`` gives them.
-        there: Buffers that it need not read.
+        there: Buffers that it need not read; an operand among them is changed in place.
     """
     written = [v for v in op.outputs if v in roots[v]]
+    if op.primitive in UPDATES and roots[op.inputs[0]] <= there:
+        return _updated(graph, op, roots, there)
     if not written:
         return 0.0
     out = sum(graph.values[v].bytes for v in written)
@@ -39,11 +41,63 @@ def moved_bytes(
     return float(out + sum(graph.values[v].bytes for v in _read(op, roots) - there))
 
 
+def _updated(
+    graph: Graph, op: Operation, roots: Sequence[frozenset[int]], there: frozenset[int]
+) -> float:
+    """Bytes for a part that is overwritten, or read, combined and written."""
+    part = graph.values[op.inputs[1 if op.primitive == "dynamic_update_slice" else -1]].bytes
+    read = frozenset[int]().union(*(roots[v] for v in op.inputs[1:])) - there
+    passes = 2 if "-" in op.primitive else 1  # scatter-add
+    return float(passes * part + sum(graph.values[v].bytes for v in read))
+
+
+def spared_reads(
+    graph: Graph,
+    roots: Sequence[frozenset[int]],
+    compiler: Compiler,
+    own: Collection[int] = (),
+) -> Mapping[int, frozenset[int]]:
+    """By the index of an operation the buffers that it need not read.
+
+    Others in its kernel do, or it changes them in place.
+
+    Args:
+        graph: The program.
+        roots: For each value the buffers it is read from.
+        compiler: What compiles it.
+        own: Values it is given and may change: those that a loop carries.
+    """
+    return {**_read_along(graph, roots, compiler), **_overwritten(graph, roots, own)}
+
+
+def _overwritten(
+    graph: Graph, roots: Sequence[frozenset[int]], own: Collection[int]
+) -> Mapping[int, frozenset[int]]:
+    """By the index of an operation that changes a part of a buffer: the buffer, if it may.
+
+    It may where nothing reads the buffer afterwards, and the program has made it or owns it: what
+    a loop carries, it owns. Zeros that are made on the fly are to be written first; within a loop
+    that is unfolded they have been, in an earlier iteration.
+    """
+    last = last_reads(graph, roots)
+    kept = ({*graph.given} - {*own}) | {r for v in graph.outputs if v is not None for r in roots[v]}
+    found: dict[int, frozenset[int]] = {}
+    for index, op in enumerate(graph.operations):
+        if op.primitive not in UPDATES:
+            continue
+        operand = roots[op.inputs[0]]
+        size = graph.values[op.inputs[0]].bytes
+        is_there = op.times > 1 or [graph.values[r].bytes for r in operand] == [size]
+        if is_there and all(last[r] == index and r not in kept for r in operand):
+            found[index] = operand
+    return found
+
+
 def _read(op: Operation, roots: Sequence[frozenset[int]]) -> frozenset[int]:
     return frozenset[int]().union(*(roots[v] for v in op.inputs))
 
 
-def read_along(
+def _read_along(
     graph: Graph, roots: Sequence[frozenset[int]], compiler: Compiler
 ) -> Mapping[int, frozenset[int]]:
     """By the index of an operation the buffers that it need not read: others in its kernel do.

@@ -27,6 +27,7 @@ from jdelta._jax.bodies import inline as inline
 from jdelta._jax.bodies import is_call as is_call
 from jdelta._jax.bodies import label as label
 from jdelta._jax.bodies import may_inline as may_inline
+from jdelta._jax.bodies import programs_in as programs_in
 from jdelta._jax.bodies import subjaxpr as subjaxpr
 from jdelta._jax.bodies import subjaxprs as subjaxprs
 from jdelta._jax.bodies import with_bodies as with_bodies

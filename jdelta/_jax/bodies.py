@@ -5,7 +5,7 @@ A new kind of equation with a program inside belongs in ``CALLS`` or ``BODIES``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jdelta._jax.checkpoint import is_shielded, plain, remat3_body
@@ -47,7 +47,12 @@ def subjaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
     body = remat3_body(eqn)
     if body is not None:
         yield body
-    for value in eqn.params.values():
+    yield from programs_in(eqn.params)
+
+
+def programs_in(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
+    """All jaxprs among the parameters of an equation, or in a tuple there."""
+    for value in params.values():
         for leaf in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(leaf, "eqns"):
                 yield leaf
