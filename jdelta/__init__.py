@@ -2,6 +2,7 @@
 
 import logging
 
+from jdelta._compiles import History as History
 from jdelta._decision import Decision as Decision
 from jdelta._deferred import DeferredPlan as DeferredPlan
 from jdelta._drift import SpillDriftWarning as SpillDriftWarning

@@ -20,6 +20,9 @@ from jdelta._solution import Outcome
 GOOD_USE = 0.97
 """Share of the budget that a plan should use before the search for a faster one ends."""
 
+FAIR_USE = 0.85
+"""Share of the budget below which a plan that adds time has to say what did not fit."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -49,6 +52,25 @@ class Candidate:
         assert self.measurement is not None
         return self.measurement.peak + self.emission.pool
 
+    def leaves_much(self, bound: int) -> bool:
+        """Whether it adds time and leaves much of a budget in bytes."""
+        return self.overhead > 0 and self.peak < FAIR_USE * bound
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What did not fit beside what a plan keeps.
+
+    Attributes:
+        names: The values, such as ``("h/mlp/tanh",)``, the largest first.
+        bytes: Bytes of them all.
+        peak: Compiled peak with them, bytes per device.
+    """
+
+    names: tuple[str, ...]
+    bytes: int
+    peak: int
+
 
 @dataclass(frozen=True)
 class Found:
@@ -61,6 +83,7 @@ class Found:
         ceiling: Peak of the plain step.
         estimates: Which of "floor" and "ceiling" were not compiled, so are predictions.
         compiles: How many programs were compiled (or read from the cache of measurements).
+        refused: What did not fit, where the plan leaves much of the budget at a price.
     """
 
     best: Candidate
@@ -69,6 +92,7 @@ class Found:
     ceiling: int
     estimates: tuple[str, ...]
     compiles: int
+    refused: Refused | None = None
 
     @property
     def is_used(self) -> bool:
@@ -106,9 +130,17 @@ def wrong_order(fetches: Sequence[str]) -> str:
 
 
 def too_small(
-    bound: int, floor: Candidate, residuals: Sequence[Residual], platform: str
+    bound: int, floor: Candidate, least: int, residuals: Sequence[Residual], platform: str
 ) -> BudgetError:
-    """The error of a budget below the floor."""
+    """The error of a budget below the floor.
+
+    Args:
+        bound: The budget, bytes.
+        floor: Everything recomputed, compiled.
+        least: The least compiled peak of any plan, that of the floor or below it, bytes.
+        residuals: Residuals of the step.
+        platform: Platform of the target.
+    """
     decisions = floor.decisions or {}
     inside = (r for r in residuals if not r.boundary and decisions[r.name] is Decision.SAVE)
     kept = sum(r.bytes for r in inside)
@@ -120,10 +152,35 @@ def too_small(
     return BudgetError(
         f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed"
         f"{few}{away} the step still needs {format_bytes(floor.peak)} per device"
-        f"{_largest(floor.emission.timeline)}. Raise the budget to the floor, donate the state "
-        "(donate_argnums), make the batch smaller, or mark smaller units with jdelta.remat."
-        f"{_merged(undone) if platform == 'cpu' else ''}",
-        floor=floor.peak,
+        f"{_largest(floor.emission.timeline)}. Raise the budget to {_floor(least, floor)}, "
+        "donate the state (donate_argnums), make the batch smaller, or mark smaller units with "
+        f"jdelta.remat.{_merged(undone) if platform == 'cpu' else ''}",
+        floor=least,
+    )
+
+
+def _floor(least: int, floor: Candidate) -> str:
+    """What to raise a budget to."""
+    if least == floor.peak:
+        return "the floor"
+    return f"the {format_bytes(least)} that another plan of it takes"
+
+
+def above_plain(bound: int, plain: Candidate, floor: int) -> BudgetError:
+    """The error of a budget below the plain step, which takes less than everything recomputed.
+
+    Args:
+        bound: The budget, bytes.
+        plain: The plain step, compiled.
+        floor: Compiled peak with everything recomputed, bytes.
+    """
+    return BudgetError(
+        f"The budget of {format_bytes(bound)} is below the floor: the step as it is needs "
+        f"{format_bytes(plain.peak)} per device{_largest(plain.emission.timeline)}, and with every "
+        f"residual recomputed {format_bytes(floor)}, which is no less. Raise the budget to the "
+        f"floor, donate the state (donate_argnums), make the batch smaller, or mark smaller units "
+        "with jdelta.remat.",
+        floor=plain.peak,
     )
 
 

@@ -19,10 +19,6 @@ from jdelta._region import Grouping
 
 _LOG = logging.getLogger(__name__)
 
-_known: dict[Any, dict[tuple[Grouping, Policy], tuple[float, int]]] = {}
-"""Overhead and compiled peak of each plan compiled so far, by grouping and policy,
-for each program: a plan found for a small budget is never missed by a larger one."""
-
 OUTLIER = 1.5
 """Times its prediction at which a compiled peak says nothing about other candidates."""
 
@@ -60,6 +56,26 @@ class KnownPlan(NamedTuple):
     policy: Policy
 
 
+class History:
+    """What searches for plans of one step with several budgets have learnt.
+
+    A plan found for a small budget is never missed by a larger one. Without a history each plan is
+    a function of its arguments alone.
+    """
+
+    def __init__(self):
+        self._plans: dict[Any, dict[tuple[Grouping, Policy], tuple[float, int]]] = {}
+
+    def plans(self, key: Any) -> dict[tuple[Grouping, Policy], tuple[float, int]]:
+        """Overhead in seconds and compiled peak in bytes of each plan, by grouping and policy.
+
+        Args:
+            key: What the plans of a step depend on, but for the budget: the whole program by its
+                fingerprint, the target, what is donated, what is to be decided.
+        """
+        return self._plans.setdefault(key, {})
+
+
 class Compiles:
     """The programs compiled for a step, each once, and the plans among them that can be used.
 
@@ -67,16 +83,16 @@ class Compiles:
         count: How many programs were compiled (or read from the cache of measurements).
     """
 
-    def __init__(self, key: Any):
+    def __init__(self, known: dict[tuple[Grouping, Policy], tuple[float, int]]):
         """Begin to count.
 
         Args:
-            key: What the plans of a step depend on, but for the budget: those found under an equal
-                key are known.
+            known: Overhead and compiled peak of each plan known before, by grouping and policy;
+                those that are compiled now are added.
         """
         self.count = 0
         self._programs: dict[tuple[Grouping, Policy | None], Program] = {}
-        self._known = _known.setdefault(key, {})
+        self._known = known
 
     def has(self, grouping: Grouping, policy: Policy | None) -> bool:
         """Whether the program was compiled already."""
@@ -101,6 +117,11 @@ class Compiles:
     def know(self, grouping: Grouping, policy: Policy, overhead: float, peak: int) -> None:
         """Remember a plan that does what it says, for this and any later search."""
         self._known[grouping, policy] = overhead, peak
+
+    @property
+    def least(self) -> int | None:
+        """The least compiled peak of a known plan, bytes per device; None if none is known."""
+        return min((peak for _, peak in self._known.values()), default=None)
 
     def quickest(self, bound: int, grouping: Grouping | None = None) -> KnownPlan | None:
         """The known plan within the budget that adds the least time, maybe of one grouping only."""
@@ -140,4 +161,5 @@ class Correction:
         temporaries, peaks = emission.timeline.peak, sorted(self._errors)
         error = float(np.interp(temporaries, peaks, [self._errors[peak] for peak in peaks]))
         trust = max(LEAST_TRUST, min(1.0, peaks[-1] / temporaries))
-        return emission.simulated + round(trust * error)
+        fixed = emission.simulated - emission.timeline.peak  # arguments and results are there
+        return max(fixed, emission.simulated + round(trust * error))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jdelta._compiles import History
 from jdelta._errors import BudgetError, TraceError
 from jdelta._plan import Plan
 from jdelta._planning import plan
@@ -50,6 +51,7 @@ def frontier(
         JdeltaError: What ``jdelta.plan`` raises, but that a budget is below the floor.
     """
     plans: list[Plan] = []
+    options = {"history": History(), **options}
     for budget in budgets:
         try:
             plans.append(plan(step_fn, budget, *args, **options))

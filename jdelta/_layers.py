@@ -13,6 +13,7 @@ from typing import Any
 from jdelta._boundary import users_names, with_boundaries
 from jdelta._budget import Budget
 from jdelta._candidate import Candidate, Found
+from jdelta._compiles import History
 from jdelta._decision import Decision
 from jdelta._emit import Step
 from jdelta._errors import BudgetError, TraceError
@@ -42,6 +43,7 @@ class Planning:
         pin: Decisions taken by hand, or a hand-written policy.
         solver: What decides.
         per_layer: Whether layers of a loop may be decided differently.
+        history: What searches with other budgets have learnt.
     """
 
     traced: Callable[[Grouping], Trace]
@@ -51,6 +53,7 @@ class Planning:
     pin: Mapping[str, Decision | str] | Callable[..., Any]
     solver: Solver
     per_layer: bool
+    history: History
 
     def result(self, budget: Budget) -> tuple[Search, Found]:
         """Search until the budget is used, or no way of running the loops promises more.
@@ -63,8 +66,11 @@ class Planning:
             OffloadError: What the user pinned to the host is not there in the compiled program.
             SpillError: The same for files.
         """
-        search = self._search(AS_WRITTEN)
-        bound = search.bound(budget)
+        first = self._search(AS_WRITTEN)
+        search, found = self._searched(first, first.bound(budget))
+        return search, (first if search.step.grouping.layers > 1 else search).settled(found)
+
+    def _searched(self, search: Search, bound: int) -> tuple[Search, Found]:
         if self.pin:
             return search, self._pinned(search, bound)
         if not search.trace.trips or not self.per_layer:
@@ -97,7 +103,7 @@ class Planning:
         files = self.files(residuals)
         pins = self._pins(trace, residuals)
         items = items_of(residuals, step.target, self.host_room, pins, files)
-        return Search(step, items, trace, self.solver, before, alike)
+        return Search(step, items, trace, self.solver, self.history, before, alike)
 
     def _pins(self, trace: Trace, residuals: Sequence[Residual]) -> Pins:
         if callable(self.pin):

@@ -68,8 +68,9 @@ class Picture:
     """Everything that pictures of a plan show.
 
     Attributes:
-        plain: The simulated plain step.
-        planned: The simulated planned step.
+        plain: The simulated plain step, scaled so that its peak is what the plan
+            says of it.
+        planned: The planned step likewise: its peak is the compiled one.
         grid: Decisions.
         lanes: When compute and transfers run in the compiled schedule; empty without transfers.
     """
@@ -97,7 +98,15 @@ def picture(plan: Plan, call: Call) -> Picture:
     if plan.overlap.transfers:
         program = compiled(plan, call, plan.donate_argnums)
         lanes = read_lanes(parse(program.as_text() or ""), step.target.rates)
-    return Picture(moments(plain, step, trace.plan_name), moments(planned, step), grid(plan), lanes)
+    before = _reaching(plan.ceiling, moments(plain, step, trace.plan_name))
+    after = _reaching(plan.compiled_peak, moments(planned, step))
+    return Picture(before, after, grid(plan), lanes)
+
+
+def _reaching(peak: int, simulated: Sequence[Moment]) -> tuple[Moment, ...]:
+    """The simulated step, scaled to a peak in bytes: what fits is not drawn over its budget."""
+    highest = max((moment.bytes for moment in simulated), default=0)
+    return tuple(replace(m, bytes=round(m.bytes * peak / highest)) for m in simulated)
 
 
 def moments(line: Timeline, step: Step, rename: Callable[[Any], str] = str) -> tuple[Moment, ...]:

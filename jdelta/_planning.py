@@ -13,13 +13,14 @@ from jdelta import _reordered
 from jdelta._budget import parse_budget, parse_host_budget
 from jdelta._call import Call, Static, call_of, described, several
 from jdelta._candidate import Found
+from jdelta._compiles import History
 from jdelta._cost import program_seconds
 from jdelta._decision import Decision
 from jdelta._deferred import DeferredPlan
 from jdelta._emit import Step
 from jdelta._errors import BudgetError
 from jdelta._files import to_files
-from jdelta._format import format_bytes
+from jdelta._format import format_bytes, format_some
 from jdelta._layers import Planning
 from jdelta._measure import Measurement
 from jdelta._plan import Plan
@@ -31,6 +32,7 @@ from jdelta._spill import Spill, SpillRates, Store, agreed_rates, by_callback
 from jdelta._spilled import check_handlers
 from jdelta._target import Target, is_on_host, resolve
 from jdelta._trace import Trace, own_errors_only, trace
+from jdelta._verify import Limits, verify
 from jdelta._versions import versions
 from jdelta._ways import Way
 
@@ -63,6 +65,7 @@ def plan(
     per_layer: bool = True,
     spill: str | Spill | None = None,
     reorder: bool = False,
+    history: History | None = None,
 ) -> DeferredPlan: ...
 @overload
 def plan(
@@ -81,6 +84,7 @@ def plan(
     per_layer: bool = True,
     spill: str | Spill | None = None,
     reorder: bool = False,
+    history: History | None = None,
 ) -> Plan: ...
 def plan(
     step_fn: Callable[..., Any],
@@ -96,6 +100,7 @@ def plan(
     per_layer: bool = True,
     spill: str | Spill | None = None,
     reorder: bool = False,
+    history: History | None = None,
 ) -> Plan | DeferredPlan:
     """Plan a training step to a memory budget, compile it under the plan and check it.
 
@@ -138,6 +143,9 @@ def plan(
         reorder: Whether weight updates may be moved into the backward loops, where no gradient of
             all layers is there at once. Done only if the compiled peak is lower for it, and only in
             what ``plan.jit`` runs. Compiles about twice as many programs.
+        history: What plans of the same step with other budgets have learnt, a ``jdelta.History()``
+            that is given to each of them: a plan that was found for a smaller budget is not missed
+            then. Default: the plan depends on the other arguments alone.
 
     Returns:
         A ``Plan``; without ``args`` a ``DeferredPlan``.
@@ -177,6 +185,7 @@ def plan(
         "per_layer": per_layer,
         "spill": None if spill is None else Spill.of(spill),
         "reorder": reorder,
+        "history": history,
     }
     if budget is not None:
         parse_budget(budget)
@@ -230,6 +239,7 @@ def _plan(
     per_layer: bool,
     spill: Spill | None,
     reorder: bool,
+    history: History | None,
 ) -> Plan:
     where = resolve(target, call.args)
     bound = parse_budget(int(where.memory * (1 - MARGIN)) if budget is None else budget)
@@ -256,7 +266,8 @@ def _plan(
         how = found.automatic, found.grouping, store
         return Step(call.fun, placed, donate, where, found.aliases, *how, outside=found.outside)
 
-    planning = Planning(traced, step, host_room, files, pin, solver, per_layer)
+    history = history or History()
+    planning = Planning(traced, step, host_room, files, pin, solver, per_layer, history)
     with own_errors_only(call.fun, placed, where.platform):
         if reorder:
             plain = Step(call.fun, placed, donate, where, {})
@@ -265,6 +276,9 @@ def _plan(
             chosen = _reordered.Result(*planning.result(bound))
     search, result = chosen.search, chosen.found
     found, best = search.trace, result.best
+    own = search.own_recompute()
+    room = math.inf if spill is None or spill.limit_bytes is None else spill.limit_bytes
+    verify(best, search.items.residuals, Limits(result.budget, host_room, room))
     measurement: Measurement | None = best.measurement
     assert measurement is not None
     return Plan(
@@ -281,8 +295,8 @@ def _plan(
         floor=result.floor,
         ceiling=result.ceiling,
         estimates=result.estimates,
-        overhead=max(0.0, best.overhead),
-        step_seconds=program_seconds(found.graph, where.rates, where.platform),
+        overhead=max(0.0, best.overhead - own) if best.decisions else 0.0,
+        step_seconds=program_seconds(found.graph, where.rates, where.platform) + own,
         result=_result(result),
         compiles=result.compiles,
         target=where.name,
@@ -318,6 +332,12 @@ def _result(found: Found) -> str:
     if found.best.decisions is None:
         return "The plain step fits: nothing is rematerialised."
     result = (found.best.outcome or Outcome.HEURISTIC).value
+    if refused := found.refused:
+        return (
+            f"{result} What is left of the budget is less than what comes next: with "
+            f"{format_some(refused.names, 3)} ({format_bytes(refused.bytes)}) kept too the step "
+            f"takes {format_bytes(refused.peak)}."
+        )
     return result if found.is_used or found.best.overhead >= 0 else f"{result} {_BUDGET_IS_LEFT}"
 
 

@@ -45,15 +45,25 @@ def result(planning: Planning, plain: Step, budget: Budget) -> Result:
     Raises:
         BudgetError: The budget is below the least peak that the step can reach either way.
     """
+    ceiling = None
     if budget.share is not None:
-        budget = Budget(bytes=int(budget.share * _peak(plain, None)))
+        ceiling = _peak(plain, None)
+        budget = Budget(bytes=int(budget.share * ceiling))
     stay = _tried(lambda: Result(*planning.result(budget)))
     moved = _tried(lambda: _moved(planning, budget))
     both = [r for r in (stay, moved) if isinstance(r, Result)]
     if not both:
         assert isinstance(stay, BudgetError)
         raise min((e for e in (stay, moved) if isinstance(e, BudgetError)), key=_floor)
-    return min(both, key=lambda r: (r.found.best.overhead, r.found.best.peak))
+    best = min(both, key=lambda r: (r.found.best.overhead, r.found.best.peak))
+    return best if ceiling is None else replace(best, found=_under(best.found, ceiling))
+
+
+def _under(found: Found, ceiling: int) -> Found:
+    """What was found, beside the compiled peak of the plain step."""
+    estimates = tuple(e for e in found.estimates if e != "ceiling")
+    floor = min(found.floor, ceiling)
+    return replace(found, floor=floor, ceiling=ceiling, estimates=estimates)
 
 
 def _tried(search: Callable[[], Result | None]) -> Result | BudgetError | None:

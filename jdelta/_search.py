@@ -7,23 +7,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import jax
+
 from jdelta._budget import Budget
 from jdelta._candidate import (
     GOOD_USE,
     Candidate,
     Found,
-    not_there,
+    Refused,
+    above_plain,
     nothing_kept,
     too_small,
-    wrong_order,
 )
-from jdelta._compiles import Compiles, Correction
+from jdelta._compiles import Compiles, Correction, History
+from jdelta._cost import program_seconds
 from jdelta._decision import Decision
 from jdelta._emit import Emission, Step, emit
 from jdelta._errors import BudgetError, OffloadError, SpillError
 from jdelta._format import format_bytes
-from jdelta._host import without_place
 from jdelta._items import Items
+from jdelta._nest import walk
 from jdelta._policy import Policy
 from jdelta._problem import Problem
 from jdelta._region import Grouping
@@ -31,6 +34,7 @@ from jdelta._solution import Outcome
 from jdelta._solver.base import Solver
 from jdelta._spilled import check_spilled
 from jdelta._trace import Trace
+from jdelta._verify import host_fault
 
 MOST_COMPILES = 4
 EARLY = 3
@@ -70,6 +74,12 @@ ROW_PASSES = 6
 """Times that what layers have rows of passes through memory more if an iteration runs several: 5.4
 by the instructions of a compiled GPT-2 (jax 0.12.0.1, cuda:h100, three layers)."""
 
+SMALL = 1500
+"""Operations of a step, loop bodies once, up to which compiling takes a second or two."""
+
+FILLING = 6
+"""Further compiles for a small step whose plan leaves much of the budget at a price; else one."""
+
 WORTH = 0.005
 """Part of the regions' forward pass that more layers in an iteration must save to be worth it."""
 
@@ -83,6 +93,7 @@ class Search:
         items: Items,
         trace: Trace,
         solver: Solver,
+        history: History,
         before: Search | None = None,
         alike: Candidate | None = None,
     ):
@@ -93,6 +104,7 @@ class Search:
             items: What is to be decided.
             trace: The step as it was staged.
             solver: What decides.
+            history: What searches with other budgets have learnt.
             before: The search for the same step with its loops as they are. Where that has a plan,
                 this one may end without.
             alike: The plan that was found there.
@@ -105,13 +117,14 @@ class Search:
         spill = step.store and step.store.spill
         way = step.donate, step.updates_in_loops, spill
         key = (trace.fingerprint, step.target.name, way, items.problem, pins)
-        self._compiles = before._compiles if before else Compiles(key)
+        self._compiles = before._compiles if before else Compiles(history.plans(key))
         self._correction = before._correction.copy() if before else Correction()
         self._emitted: dict[Policy | None, Emission] = {}
         self._plain = before._plain if before else self._of_plain()
         self._may_fail = before is not None and not step.grouping.nested
         self._alike = alike
         self._splitting = ROW_PASSES * trace.row_bytes / step.target.rates.bandwidth
+        self._exceeding: list[Candidate] = []
         self._extra = self._splitting if step.grouping.layers > 1 else 0.0
         if step.grouping.nested:
             everything = items.decisions([Decision.RECOMPUTE] * len(items.problem.items))
@@ -178,16 +191,169 @@ class Search:
             return Found(plain, bound, plain.peak, plain.peak, (), self._compiles.count)
         if not self.items.residuals:
             raise nothing_kept(bound, plain, self.trace.uncut)
-        best, floor = self._improve(bound, most)
-        estimates = {"floor": floor, "ceiling": plain}
+        try:
+            best, floor = self._improve(bound, most)
+        except BudgetError as error:
+            return self._met_otherwise(bound, error)
+        best = self._filled(best, bound) if most >= MOST_COMPILES else best
+        return self._found(best, bound, floor)
+
+    def settled(self, found: Found) -> Found:
+        """What was found, with its floor compiled and no higher than any peak that was reached.
+
+        Simulated floors were up to 28 % too low, and on TPUs, where a small step stays in on-chip
+        memory, below zero once corrected by larger plans.
+        """
+        if found.best.decisions is None:
+            return found
+        floor, near = self._floor(), self.items
+        # A plan that does what it says is no worse for a floor that the compiler fails at.
+        with contextlib.suppress(OffloadError, SpillError, jax.errors.JaxRuntimeError):
+            floor = self._compile(floor)
+            if self.items.deep and self._is_small:
+                floor = self._deep_floor(floor)
+        self.items = near
+        known = [] if floor.measurement is None else [floor.peak]
+        known += filter(None, [self._compiles.least, found.best.peak])
+        plain = self._plain.measurement and self._plain.peak
+        least = min(known if plain is None else [*known, plain])
+        estimates = tuple(e for e in found.estimates if e != "floor" or floor.measurement is None)
+        return replace(
+            found,
+            floor=min(least, found.floor) if "floor" not in found.estimates else least,
+            ceiling=max(least, found.ceiling if plain is None else plain),
+            estimates=tuple(e for e in estimates if e != "ceiling" or plain is None),
+            compiles=self._compiles.count,
+        )
+
+    def _found(self, best: Candidate, bound: int, floor: Candidate) -> Found:
+        """The outcome, its floor and ceiling as far as they are known by now."""
+        estimates = {"floor": floor, "ceiling": self._plain}
+        least = min(self._expected(floor), best.peak)
         return Found(
             best,
             bound,
-            self._expected(floor),
-            self._expected(plain),
+            least,
+            max(least, self._expected(self._plain)),
             tuple(name for name, figure in estimates.items() if figure.measurement is None),
             self._compiles.count,
+            self._refused(best, bound),
         )
+
+    def _met_otherwise(self, bound: int, error: BudgetError) -> Found:
+        """What meets the budget though it is below the floor: the plain step, or a known plan.
+
+        A step with a ``jax.checkpoint`` of the user's may take less as it is.
+
+        Raises:
+            BudgetError: Nothing does.
+        """
+        if self._may_fail:
+            raise error
+        plain = self._plain = self._compile(self._plain)
+        if self.plain_fits(bound):
+            return Found(plain, bound, plain.peak, plain.peak, (), self._compiles.count)
+        known = self._remembered(bound, self._floor())
+        best = self._tried(known) if known else None
+        if best and best.peak <= bound:
+            return self._found(best, bound, best)
+        is_free = not set(self.items.pinned.values()) - {Decision.SAVE}
+        if is_free and error.floor is not None and plain.peak < error.floor:
+            raise above_plain(bound, plain, error.floor) from None
+        raise error
+
+    def _filled(self, best: Candidate, bound: int) -> Candidate:
+        """A quicker plan, where one leaves much of the budget at a price: found by compiling.
+
+        The simulation may be far off for a small step, so that nothing larger seemed to fit.
+        """
+        most = self._compiles.count + (FILLING if self._is_small else 1)
+        fits = self._kept_bytes(best)
+        exceeds = sum(item.bytes for item in self.items.problem.items if item.needed)
+        seen: list[Mapping[str, Decision] | None] = [best.decisions]
+        for _ in range(2 * FILLING if self._is_small else 0):
+            if self._compiles.count >= most or not best.leaves_much(bound):
+                return best
+            capacity = (fits + exceeds) / 2
+            candidate = self._decide(capacity)
+            if candidate.decisions in seen or candidate.overhead >= best.overhead:
+                fits = capacity
+                continue
+            seen.append(candidate.decisions)
+            tried = self._tried(candidate)
+            if tried is None:
+                continue
+            if tried.peak > bound:
+                exceeds = capacity
+            else:
+                fits = capacity
+                best = tried if tried.overhead <= best.overhead else best
+        return self._with_single_values(best, bound, most)
+
+    def _with_single_values(self, best: Candidate, bound: int, most: int) -> Candidate:
+        """The plan with one value more saved, and one more, as long as it fits."""
+        while self._compiles.count < most and best.leaves_much(bound):
+            candidate = self._with_one_more(best)
+            tried = self._tried(candidate) if candidate else None
+            if tried is None or tried.peak > bound or tried.overhead >= best.overhead:
+                break
+            best = tried
+        return best
+
+    def _with_one_more(self, best: Candidate) -> Candidate | None:
+        """The plan with one more value saved, that which saves most; None if none does."""
+        decisions = best.decisions or {}
+        dropped = [
+            r
+            for r in self.items.residuals
+            if r.needed and r.name not in self.items.pinned
+            if decisions[r.name] is not Decision.SAVE and r.seconds > r.holding
+        ]
+        for r in sorted(dropped, key=lambda r: r.holding - r.seconds)[:MOST_TRACES]:
+            more = {**decisions, r.name: Decision.SAVE}
+            candidate = self._priced(more, Outcome.HEURISTIC, self._policy(more))
+            if candidate.overhead < best.overhead:
+                return candidate
+        return None
+
+    def _kept_bytes(self, candidate: Candidate) -> float:
+        decisions = candidate.decisions or {}
+        return sum(
+            item.bytes for item in self.items.problem.items if decisions[item.name] is Decision.SAVE
+        )
+
+    def _refused(self, best: Candidate, bound: int) -> Refused | None:
+        """What would be saved next, had it fitted: of the quicker plans that were too large.
+
+        That of them that needs least.
+        """
+        quicker = [c for c in self._exceeding if c.overhead < best.overhead and c.peak > bound]
+        if not best.leaves_much(bound) or not quicker:
+            return None
+        least, had = min(quicker, key=lambda c: c.peak), best.decisions or {}
+        more = [
+            r
+            for r in self.items.residuals
+            if (least.decisions or {})[r.name] is Decision.SAVE is not had[r.name]
+        ]
+        more.sort(key=lambda r: -r.bytes)
+        names = tuple(r.name for r in more)
+        return Refused(names, sum(r.bytes for r in more), least.peak) if names else None
+
+    def own_recompute(self) -> float:
+        """Seconds that the user's own ``jax.checkpoint`` adds to the plain step."""
+        graph, target = self._plain.emission.timeline.graph, self.step.target
+        if not any(op.again for op, _ in walk(graph)):
+            return 0.0
+        seconds, without = (
+            program_seconds(g, target.rates, target.platform) for g in (graph, self.trace.graph)
+        )
+        return max(0.0, seconds - without)
+
+    @property
+    def _is_small(self) -> bool:
+        operations = walk(self._plain.emission.timeline.graph)
+        return sum(1 for _ in operations) <= SMALL
 
     def _floor(self, *, least: bool = False) -> Candidate:
         """Everything recomputed, not compiled; with ``least``, nothing spent on overlap."""
@@ -210,7 +376,8 @@ class Search:
             spilled = self._tried(self._next_to_nothing_kept(bound))
             floor = spilled if spilled and spilled.peak < floor.peak else floor
         if floor.peak > bound:
-            raise too_small(bound, floor, self.items.residuals, self.step.target.platform)
+            least = min(filter(None, (floor.peak, self._compiles.least)))
+            raise too_small(bound, floor, least, self.items.residuals, self.step.target.platform)
         return floor
 
     def _deep_floor(self, floor: Candidate) -> Candidate:
@@ -274,7 +441,9 @@ class Search:
                 if candidate.peak >= GOOD_USE * bound and not quicker_near:
                     break
         if known and (best is None or known.overhead < best.overhead):
-            return self._compile(known), floor
+            tried = self._tried(known)
+            if tried and tried.peak <= bound and (best is None or tried.overhead < best.overhead):
+                best = tried
         if best is None and self._may_fail:
             raise BudgetError(f"No plan within {format_bytes(bound)} after {most} compiles.")
         if best is None:
@@ -397,6 +566,8 @@ class Search:
             files = measurement.files
             check_spilled(self.items.residuals, candidate.decisions, emission.spilled, files)
         candidate = replace(candidate, **program._asdict())
+        if candidate.decisions is not None and not measurement.refused:
+            self._exceeding.append(candidate)
         if candidate.decisions is not None:
             self._correction.learn(candidate)
             candidate = replace(candidate, overhead=self._overhead(candidate))
@@ -428,19 +599,12 @@ class Search:
         Raises:
             OffloadError: It does not, and the user asked for it.
         """
-        decisions, measurement = candidate.decisions, candidate.measurement
-        assert decisions is not None
-        assert measurement is not None
-        residuals, offload = self.items.residuals, Decision.OFFLOAD
-        away = {r.name: r.bytes for r in residuals if decisions[r.name] is offload}
-        wrong = measurement.wrong_fetches
-        missing = without_place(away, measurement.host_buffers)
-        if measurement.refused or not (missing or wrong):
+        fault = host_fault(candidate, self.items.residuals)
+        if fault is None:
             return False
-        if self.items.pinned.keys() & away.keys():
-            raise OffloadError(
-                wrong_order(wrong) if wrong else not_there(missing, away, measurement)
-            )
+        decisions = candidate.decisions or {}
+        if any(decisions[name] is Decision.OFFLOAD for name in self.items.pinned):
+            raise fault
         return True
 
     def _better_without_offload(self, candidate: Candidate) -> bool:

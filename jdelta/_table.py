@@ -159,7 +159,7 @@ def summary_lines(plan: Plan) -> dict[str, str]:
         "budget": format_bytes(plan.budget),
         "compiled peak": f"{format_bytes(plan.compiled_peak)} "
         f"(predicted {format_bytes(plan.predicted_peak)}; "
-        f"{_bound(plan, 'floor', 'floor')}, {_bound(plan, 'plain step', 'ceiling')})",
+        f"{_bounds(plan)})",
         "code": _code(plan),
         "on the host": _on_the_host(plan),
         "in files": _in_files(plan),
@@ -172,6 +172,12 @@ def summary_lines(plan: Plan) -> dict[str, str]:
         "result": plan.result,
     }
     return {label: text for label, text in lines.items() if text}
+
+
+def _bounds(plan: Plan) -> str:
+    """Floor and plain step; where that is the plan, there is no floor to speak of."""
+    ceiling = _bound(plan, "plain step", "ceiling")
+    return f"{_bound(plan, 'floor', 'floor')}, {ceiling}" if plan.policy else ceiling
 
 
 def _bound(plan: Plan, label: str, field: str) -> str:

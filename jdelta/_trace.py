@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from jdelta import _jax
 from jdelta._automatic import tracing
 from jdelta._errors import JdeltaError, TraceError
 from jdelta._graph import Graph, graph_of
+from jdelta._jax import Jaxpr
 from jdelta._naming import RegionName
 from jdelta._nest import Nest, walk
 from jdelta._region import AS_WRITTEN, Grouping, Session
@@ -127,11 +127,11 @@ def trace(
         return _with_regions(step_fn, args, platform, grouping)
     except Exception as error:
         reason = error  # where the step itself is at fault, its own error comes next
-    graph = _staged(step_fn, args, None, platform).graph
+    staged = _staged(step_fn, args, None, platform)
     uncut = uncut_reason(reason)
     if grouping != AS_WRITTEN:
         raise TraceError(uncut) from reason
-    return Trace(graph, (), False, grouping, _fingerprint(graph), uncut=uncut)
+    return Trace(staged.graph, (), False, grouping, staged.fingerprint, uncut=uncut)
 
 
 @contextlib.contextmanager
@@ -186,7 +186,7 @@ def _with_regions(
         except _LeakError:
             session = Session(automatic=True, grouping=grouping, outside=True)
             staged = _staged(step_fn, args, session, platform)
-    shardings, graph, found = staged
+    _, shardings, graph, found = staged
     names = _plan_names(list(found))
     conditional = _in_branches(graph)
     held = _bytes_by_name(graph)
@@ -205,7 +205,7 @@ def _with_regions(
         )
 
     regions = tuple(region(traced, nest) for traced, nest in found.items())
-    digest = _fingerprint(graph)
+    digest = staged.fingerprint
     return Trace(graph, regions, session.automatic, grouping, digest, session.outside)
 
 
@@ -217,14 +217,21 @@ class _Staged(NamedTuple):
     """A step as one session saw it, or as it is.
 
     Attributes:
+        closed: The staged step.
         shardings: How its values are sharded.
         graph: The program.
         nests: From each region in it, by its name while tracing, to the loops around it.
     """
 
+    closed: Jaxpr
     shardings: Shardings
     graph: Graph
     nests: dict[str, Nest]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the program, and of how its values are sharded."""
+        return _jax.digest(self.closed, [value.spec for value in self.graph.values])
 
 
 def _staged(
@@ -241,7 +248,7 @@ def _staged(
         raise (_LeakError if may_be_outside else TraceError)(_leaving(leaked))
     shardings = shardings_of(closed, args, platform)
     graph = graph_of(closed, shardings)
-    return _Staged(shardings, graph, _nests(graph))
+    return _Staged(closed, shardings, graph, _nests(graph))
 
 
 def _leaving(leaked: Any) -> str:
@@ -340,12 +347,3 @@ def _plan_names(traced: list[str]) -> dict[str, str]:
         for base, group in calls.items()
         for number, name in enumerate(group)
     }
-
-
-def _fingerprint(graph: Graph) -> str:
-    digest = hashlib.sha256()
-    for op, nest in walk(graph):
-        digest.update(f"{op.primitive} {op.inputs} {op.outputs} {op.name} {nest.trips};".encode())
-    for value in graph.values:
-        digest.update(f"{value.shape}{value.dtype}{value.spec};".encode())
-    return digest.hexdigest()[:16]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jdelta
-from jdelta import BudgetError, Decision, PlanMismatchError, TargetError, _compiles
+from jdelta import BudgetError, Decision, PlanMismatchError, TargetError
 from jdelta._measure import measure
 from jdelta._policy import Policy
 from jdelta._target import resolve
@@ -53,7 +53,6 @@ def arguments(rows=ROWS):
 
 @pytest.fixture(scope="module")
 def half():
-    _compiles._known.clear()  # a plan that another test has found might do, less well predicted
     return jdelta.plan(step, 0.5, *arguments(), donate_argnums=0)
 
 
@@ -63,7 +62,7 @@ def test_plan_keeps_its_promises(half):
     assert half.compiled_peak == pytest.approx(half.predicted_peak, rel=0.05)
     assert half.overhead > 0
     assert half.step_seconds > 0
-    assert half.compiles <= 4
+    assert half.compiles <= 11  # a small step: the floor, and what uses the budget, are compiled
     kinds = set(half.decisions.values())
     assert kinds == {Decision.SAVE, Decision.RECOMPUTE}
     stats = half.compiled.memory_analysis()

@@ -270,6 +270,29 @@ def test_names_are_the_same_on_every_trace():
     assert [r.name for r in first.regions] == ["layer_0", "layer_1", "layer_2"]
 
 
+def fingerprint_of(*, unroll=1, scale=1.0, table=(1.0, 2.0), said="x {}", reverse=False):
+    """Of a step with these parameters and constants; programs of the same operations."""
+    table = np.asarray(table, np.float32)
+
+    def loss(w):
+        def body(x, w):
+            return jax.nn.relu(x @ w) * scale, None
+
+        x = jax.lax.scan(body, X, w, unroll=unroll, reverse=reverse)[0]
+        jax.debug.print(said, x[0, 0])
+        return jnp.mean(x * jnp.asarray(table)[jnp.zeros(X.shape, jnp.int32)])
+
+    return trace(jax.grad(loss), jnp.stack([W] * 4)).fingerprint
+
+
+OTHERS = [{"unroll": 2}, {"scale": 2.0}, {"table": (1.0, 3.0)}, {"said": "y {}"}, {"reverse": True}]
+
+
+def test_programs_that_differ_in_a_parameter_or_a_constant_have_other_fingerprints():
+    assert fingerprint_of() == fingerprint_of()
+    assert len({fingerprint_of(), *(fingerprint_of(**other) for other in OTHERS)}) == 6
+
+
 def test_static_closed_over_and_integer_arguments():
     scale = jnp.float32(1.5)
 
@@ -709,7 +732,12 @@ from jdelta._trace import trace
 case = build("gpt2", small=True, scan=True, remat=jdelta.remat)
 found = trace(case.step, case.state, case.batch)
 names = [r.name for region in found.regions for r in residuals(region, resolve("tpu:v5e"))]
-print(found.fingerprint, *names)
+def other(w):
+    jax.debug.callback(lambda x: None, w)
+    key = jax.random.fold_in(jax.random.key(0), 1)
+    return jax.nn.gelu(w) * jax.random.bernoulli(key, 0.5, w.shape) + jax.nn.relu(w)
+other = trace(jax.grad(lambda w: other(w).sum()), jax.numpy.ones(4))
+print(found.fingerprint, other.fingerprint, *names)
 """
 
 

@@ -75,12 +75,13 @@ def uses_the_budget(deviation, share, target, monkeypatch):
 
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._compiles.measure", measured)
-    monkeypatch.setattr("jdelta._compiles._known", {})
     ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(LAYERS)]
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     plan = jdelta.plan(step, share, ws, x, target=target)
     assert 0.93 * plan.budget <= plan.compiled_peak <= plan.budget
-    assert plan.compiles <= 4
+    assert plan.floor <= plan.compiled_peak
+    assert not plan.estimates
+    assert plan.compiles <= 5  # that of the floor too
 
 
 @jdelta.remat
@@ -96,7 +97,6 @@ def normed_step(w, x):
 def test_the_floor_says_what_pins_keep(monkeypatch):
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: (None, of_simulated(e)))
-    monkeypatch.setattr("jdelta._compiles._known", {})
     w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((WIDTH, WIDTH), (ROWS, WIDTH)))
     for pin, said in (({}, "recomputed the step"), ({"*rsqrt*": "save"}, "recomputed but [0-9]")):
         with pytest.raises(jdelta.BudgetError, match=f"every residual {said}"):
@@ -127,7 +127,6 @@ def test_a_search_that_goes_on_compiles_nothing_again(monkeypatch):
 
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._compiles.measure", measured)
-    monkeypatch.setattr("jdelta._compiles._known", {})
     monkeypatch.setattr("jdelta._search.Search.better_grouping", lambda *_: None)
     floor = jdelta.plan(scanned, None, *STACKED, target="tpu:v5e:2x2", pin={"*": "recompute"})
     compiled.clear()
@@ -147,11 +146,11 @@ def test_a_prediction_is_what_was_said_before_compiling(monkeypatch):
 
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._compiles.measure", measured)
-    monkeypatch.setattr("jdelta._compiles._known", {})
     monkeypatch.setattr("jdelta._candidate.GOOD_USE", 2.0)  # so that it goes on
     monkeypatch.setattr("jdelta._search.Search.better_grouping", lambda *_: None)
     plan = jdelta.plan(scanned, BUDGET, *STACKED, target="tpu:v5e:2x2", host_budget=0)
-    assert compiled == [plan.policy]
+    assert compiled[0] == plan.policy
+    assert len(compiled) == 2  # and the floor
     assert plan.predicted_peak == pytest.approx(plan.compiled_peak / 1.005, rel=1e-4)
 
 
@@ -169,7 +168,6 @@ def test_layers_decided_apart_in_vain_are_counted(monkeypatch):
 
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._compiles.measure", measured)
-    monkeypatch.setattr("jdelta._compiles._known", {})
     monkeypatch.setattr("jdelta._search.Search.better_grouping", grouping)
     plan = jdelta.plan(scanned, BUDGET, *STACKED, target="tpu:v5e:2x2", host_budget=0)
     assert apart[0] < len(compiled) == plan.compiles
@@ -186,11 +184,11 @@ def test_what_is_left_after_a_miss_is_used_with_layers_alike(monkeypatch):
 
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._compiles.measure", measured)
-    monkeypatch.setattr("jdelta._compiles._known", {})
     plan = jdelta.plan(scanned, BUDGET, *STACKED, target="tpu:v5e:2x2", host_budget=0)
     assert plan.grouping.layers == 1
     assert max(peaks[1:-1]) < peaks[-1] == plan.compiled_peak <= BUDGET
-    assert plan.compiles == len(peaks) == 4
+    assert plan.floor == min(peaks)
+    assert plan.compiles == len(peaks) == 5
 
 
 @needs_cuda
@@ -198,11 +196,11 @@ def test_what_takes_longer_to_keep_than_to_compute_is_not_kept(monkeypatch):
     """Narrow layers in a GPU's loop: most of the budget is left, and nothing is slower for it."""
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: (None, of_simulated(e)))
-    monkeypatch.setattr("jdelta._compiles._known", {})
-    plan = jdelta.plan(scanned, 0.9, *STACKED, target="cuda:h100", host_budget=0)
+    options = {"target": "cuda:h100", "host_budget": 0, "history": jdelta.History()}
+    plan = jdelta.plan(scanned, 0.9, *STACKED, **options)
     assert plan.compiled_peak < 0.9 * plan.budget
     assert plan.overhead == 0.0
     assert "predicted to take longer" in plan.result
     assert "saving takes" in str(plan)
-    least = jdelta.plan(scanned, plan.compiled_peak, *STACKED, target="cuda:h100", host_budget=0)
+    least = jdelta.plan(scanned, plan.compiled_peak, *STACKED, **options)
     assert least.decisions == plan.decisions

@@ -8,6 +8,7 @@ functions take and give stays. From the lowest floor up, each room importing onl
 - ``effects``: what programs do beside giving results.
 - ``programs``: jaxprs traced, taken apart, put together and evaluated. In 0.11 ``Jaxpr`` and
   ``ClosedJaxpr`` became one class.
+- ``digest``: what a program is, so that two can be told apart.
 - ``equation``: what one equation says, and new ones made. In 0.11 a ``scan`` came to count its
   inputs in another way.
 - ``places``: where in the user's code things come from.
@@ -40,6 +41,7 @@ from jdelta._jax.checkpoint import named_value as named_value
 from jdelta._jax.checkpoint import plain as plain
 from jdelta._jax.checkpoint import renamed as renamed
 from jdelta._jax.checkpoint import watch_checkpoints as watch_checkpoints
+from jdelta._jax.digest import digest as digest
 from jdelta._jax.effects import by_position as by_position
 from jdelta._jax.effects import happens_once as happens_once
 from jdelta._jax.effects import is_ref as is_ref

@@ -1,0 +1,136 @@
+"""The gate: what every plan is held against at the end of planning, whatever made it.
+
+It goes by the plan and by what the compiler says of its program, not by what the search believes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdelta._candidate import Candidate, not_there, wrong_order
+from jdelta._decision import Decision
+from jdelta._errors import BudgetError, OffloadError, PlanMismatchError, SpillError
+from jdelta._format import format_bytes, format_some
+from jdelta._host import without_place
+from jdelta._nest import walk
+from jdelta._residual import Residual
+from jdelta._spilled import check_spilled
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan must keep to, bytes per device.
+
+    Attributes:
+        peak: The budget.
+        host: What may be offloaded.
+        files: What may be in files at once.
+    """
+
+    peak: int
+    host: float
+    files: float
+
+
+def verify(candidate: Candidate, residuals: Sequence[Residual], limits: Limits) -> None:
+    """Refuse a plan whose compiled program is not what it says.
+
+    Raises:
+        BudgetError: The program needs more than the budget.
+        OffloadError: It does not hold on the host what the plan puts there, or more than there is
+            room for, or fetches it in the wrong order.
+        SpillError: The same for files.
+        PlanMismatchError: The program was not made by the plan's decisions, or lacks values that
+            these keep.
+    """
+    check_peak(candidate, limits.peak)
+    if candidate.decisions is None:
+        return
+    check_names(candidate, residuals)
+    if fault := host_fault(candidate, residuals):
+        raise fault
+    _check_host_room(candidate, residuals, limits.host)
+    _check_files(candidate, residuals, limits.files)
+
+
+def check_peak(candidate: Candidate, bound: int) -> None:
+    """Refuse a program that was not compiled, or needs more than the budget.
+
+    Raises:
+        BudgetError: It is one.
+    """
+    measured = candidate.measurement
+    if measured is None:
+        raise BudgetError("The plan was not compiled, so nothing says that it fits the budget.")
+    if measured.refused or candidate.peak > bound:
+        raise BudgetError(
+            f"The plan's compiled program needs {format_bytes(candidate.peak)} per device, over "
+            f"the budget of {format_bytes(bound)}. Raise the budget, or report this step: the "
+            "search should not have chosen the plan."
+        )
+
+
+def check_names(candidate: Candidate, residuals: Sequence[Residual]) -> None:
+    """Refuse a program that was not made by the decisions.
+
+    Raises:
+        PlanMismatchError: It is one.
+    """
+    policy, decisions = candidate.emission.policy, candidate.decisions
+    if policy is None or decisions is None:
+        raise PlanMismatchError("The plan decides about values, but its program has no policy.")
+    others = [r.name for r in residuals if policy.decision(r.name) is not decisions.get(r.name)]
+    if others:
+        raise PlanMismatchError(
+            f"The compiled program was not made by the plan's decisions: {format_some(others, 5)} "
+            "are decided otherwise."
+        )
+    found = {str(op.name) for op, _ in walk(candidate.emission.timeline.graph) if op.name}
+    if missing := sorted(policy.kept - found):
+        raise PlanMismatchError(
+            f"The compiled program lacks {len(missing)} of the values that the plan keeps: "
+            f"{format_some(missing, 5)}."
+        )
+
+
+def host_fault(candidate: Candidate, residuals: Sequence[Residual]) -> OffloadError | None:
+    """What is wrong with the offload of a compiled program, if anything is."""
+    away, measured = _away(candidate, residuals), candidate.measurement
+    assert measured is not None
+    if measured.refused:
+        return None
+    if measured.wrong_fetches:
+        return OffloadError(wrong_order(measured.wrong_fetches))
+    missing = without_place(away, measured.host_buffers)
+    if not missing and away and measured.host < max(away.values()):
+        missing = [max(away, key=away.__getitem__)]
+    return OffloadError(not_there(missing, away, measured)) if missing else None
+
+
+def _away(candidate: Candidate, residuals: Sequence[Residual]) -> dict[str, int]:
+    """From what a plan puts on the host to bytes."""
+    decisions = candidate.decisions or {}
+    return {r.name: r.bytes for r in residuals if decisions[r.name] is Decision.OFFLOAD}
+
+
+def _check_host_room(candidate: Candidate, residuals: Sequence[Residual], room: float) -> None:
+    away = sum(_away(candidate, residuals).values())
+    if away > room:
+        raise OffloadError(
+            f"The plan puts {format_bytes(away)} on the host, more than host_budget, "
+            f"{format_bytes(round(room))}."
+        )
+
+
+def _check_files(candidate: Candidate, residuals: Sequence[Residual], room: float) -> None:
+    decisions, measured = candidate.decisions, candidate.measurement
+    assert decisions is not None
+    assert measured is not None
+    spilled = candidate.emission.spilled
+    if spilled.bytes > room:
+        raise SpillError(
+            f"The plan holds {format_bytes(spilled.bytes)} in files at once, more than the limit "
+            f"of spill, {format_bytes(round(room))}."
+        )
+    check_spilled(residuals, decisions, spilled, measured.files)

@@ -1,0 +1,204 @@
+"""The gate at the end of planning, with a stand-in for the compiler and steps inside that lie."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jdelta
+from jdelta import BudgetError, Decision, OffloadError, PlanMismatchError
+from jdelta._emit import emit
+from jdelta._measure import Measurement
+from jdelta._search import Search
+from jdelta._verify import Limits
+
+EXACT = Measurement(0, 0, 0, 0, 0, 0, 0, 0, refused=False, seconds=0.0)
+TARGET = "tpu:v5e:2x2"
+ARGS = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((12, 512, 512), (8192, 512)))
+
+
+@jdelta.remat
+def layer(w, x):
+    return x + jnp.sin(jnp.tanh(x @ w))
+
+
+def step(ws, x):
+    def loss(ws):
+        return jnp.mean(jax.lax.scan(lambda y, w: (layer(w, y), None), x, ws)[0] ** 2)
+
+    return ws - 0.1 * jax.grad(loss)(ws)
+
+
+def lowering_to_itself(step, policy):
+    emission = emit(step, policy)
+    return dataclasses.replace(emission, lower=lambda: emission)
+
+
+def measured(emission, *_, **said):
+    return None, dataclasses.replace(EXACT, peak=emission.simulated, **said)
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: measured(e))
+    return functools.partial(jdelta.plan, step, 0.6, *ARGS, target=TARGET, host_budget=0)
+
+
+def over_the_budget(best):
+    return dataclasses.replace(best, measurement=dataclasses.replace(EXACT, peak=1 << 50))
+
+
+def refused(best):
+    return dataclasses.replace(best, measurement=dataclasses.replace(EXACT, refused=True))
+
+
+def not_compiled(best):
+    return dataclasses.replace(best, measurement=None)
+
+
+def of_other_decisions(best):
+    return dataclasses.replace(best, decisions=dict.fromkeys(best.decisions, Decision.OFFLOAD))
+
+
+def without_names(best):
+    line = best.emission.timeline
+    graph = dataclasses.replace(line.graph, operations=[])
+    emission = dataclasses.replace(best.emission, timeline=dataclasses.replace(line, graph=graph))
+    return dataclasses.replace(best, emission=emission)
+
+
+LIES = [
+    (over_the_budget, BudgetError, "over the budget"),
+    (refused, BudgetError, "over the budget"),
+    (not_compiled, BudgetError, "not compiled"),
+    (of_other_decisions, PlanMismatchError, "decided otherwise"),
+    (without_names, PlanMismatchError, "lacks"),
+]
+
+
+@pytest.mark.parametrize(("lie", "error", "said"), LIES)
+def test_what_a_search_returns_is_held_against_the_compiled_program(
+    lie, error, said, plan, monkeypatch
+):
+    def lying(self, found):
+        return dataclasses.replace(found, best=lie(found.best))
+
+    monkeypatch.setattr(Search, "settled", lying)
+    with pytest.raises(error, match=said):
+        plan()
+
+
+HOST_LIES = [
+    ({}, "keeps"),
+    ({"host": 1 << 50}, "keeps"),
+    ({"host_buffers": (1 << 50,)}, "keeps"),
+    ({"host": 1 << 50, "host_buffers": (1 << 50,), "wrong_fetches": ("copy.1",)}, "wrong order"),
+]
+
+
+@pytest.mark.parametrize(("said", "match"), HOST_LIES)
+def test_what_is_said_to_be_on_the_host_is_there(said, match, plan, monkeypatch):
+    monkeypatch.setattr("jdelta._search.host_fault", lambda *_: None)  # a search that looks away
+    monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: measured(e, **said))
+    with pytest.raises(OffloadError, match=match):
+        plan(host_budget=None, pin={"*cos*": "offload"})
+
+
+def test_more_than_host_budget_is_refused(plan, monkeypatch):
+    def of_one_byte(peak, _, files):
+        return Limits(peak, 1, files)
+
+    monkeypatch.setattr("jdelta._planning.Limits", of_one_byte)  # a search that went by another
+    there = {"host": 1 << 50, "host_buffers": (1 << 50,)}
+    monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: measured(e, **there))
+    with pytest.raises(OffloadError, match="more than host_budget"):
+        plan(host_budget=None, pin={"*cos*": "offload"})
+
+
+def test_a_remembered_plan_is_compiled_and_compared(plan):
+    """Whatever a history says of its peak."""
+    history = jdelta.History()
+    large = jdelta.plan(step, 0.8, *ARGS, target=TARGET, host_budget=0, history=history)
+    for known in history._plans.values():
+        known.update({plan: (seconds, 1) for plan, (seconds, _) in known.items()})
+    small = plan(history=history)
+    assert small.compiled_peak <= small.budget < large.compiled_peak
+
+
+def test_a_plan_is_a_function_of_its_arguments(plan):
+    first = plan()
+    jdelta.plan(step, 0.5, *ARGS, target=TARGET, host_budget=0)
+    again = plan()
+    assert again == first
+    assert again.compiles == first.compiles
+
+
+def test_a_budget_that_the_plain_step_meets_is_never_refused(plan, monkeypatch):
+    """Though by the simulation it takes twice as much, and everything recomputed does."""
+
+    def said(emission, *_, **__):
+        peak = 2 * emission.simulated if emission.policy else emission.simulated // 4
+        return None, dataclasses.replace(EXACT, peak=peak)
+
+    monkeypatch.setattr("jdelta._compiles.measure", said)
+    plain = jdelta.plan(step, 1.0, *ARGS, target=TARGET, host_budget=0)
+    made = jdelta.plan(step, plain.compiled_peak, *ARGS, target=TARGET, host_budget=0)
+    assert made.policy is None
+    assert "floor" not in str(made)
+    with pytest.raises(BudgetError, match="the step as it is needs") as refused:
+        jdelta.plan(step, plain.compiled_peak - 1, *ARGS, target=TARGET, host_budget=0)
+    assert refused.value.floor == plain.compiled_peak
+
+
+@pytest.mark.parametrize("part", [0.02, 0.3, 3.0])
+def test_floors_are_reached_and_above_nothing(part, plan, monkeypatch):
+    """Where plans take far less, or more, than simulated, as small ones do on a TPU."""
+
+    def said(emission, *_, **__):
+        fixed = emission.simulated - emission.timeline.peak
+        peak = fixed + int(part * emission.timeline.peak) * (1 if emission.policy else 10)
+        return None, dataclasses.replace(EXACT, peak=peak)
+
+    monkeypatch.setattr("jdelta._compiles.measure", said)
+    made = plan()
+    assert 0 < made.floor <= made.compiled_peak <= made.budget < made.ceiling
+    assert not made.estimates
+    least = jdelta.plan(step, 0.6, *ARGS, target=TARGET, host_budget=0, pin={"*": "recompute"})
+    assert made.floor <= least.compiled_peak
+
+
+def test_a_plan_that_leaves_much_at_a_price_says_what_did_not_fit(plan, monkeypatch):
+    """All but the floor take the plain step's peak here."""
+    plain = []
+
+    def said(emission, *_, **__):
+        plain.append(emission.simulated)
+        inside = ("sin", "cos", "tanh", "square")
+        kept = emission.policy.kept if emission.policy else ("cos",)
+        keeps = any(part in name for name in kept for part in inside)
+        return None, dataclasses.replace(EXACT, peak=plain[0] if keeps else plain[0] // 3)
+
+    monkeypatch.setattr("jdelta._compiles.measure", said)
+    made = plan()
+    assert made.overhead > 0
+    assert made.compiled_peak < 0.85 * made.budget
+    assert made.compiles <= 10
+    assert re.search("less than what comes next: with layer/.* kept too", made.result)
+
+
+def test_a_step_with_the_users_own_checkpoint_is_priced_with_its_recompute():
+    def loss(ws, x, wrap):
+        body = wrap(lambda y, w: (y + jnp.sin(jnp.tanh(y @ w)), None))
+        return jnp.mean(jax.lax.scan(body, x, ws)[0] ** 2)
+
+    def seconds(wrap):
+        fun = functools.partial(loss, wrap=wrap)
+        made = jdelta.plan(lambda ws, x: jax.grad(fun)(ws, x), 1.0, *ARGS, target=TARGET)
+        assert made.policy is None
+        return made.step_seconds
+
+    assert seconds(jax.checkpoint) > 1.05 * seconds(lambda f: f)
