@@ -169,7 +169,12 @@ def staged(case: Case, target: str) -> tuple[Step, Trace]:
 
 def planned(case: Case, plan: jdelta.Plan) -> Program:
     """The step of a case under a plan that was made for it."""
-    call = call_of(case.step, plan.static, (case.state, case.batch), {})
+    return under(plan, case.step, case.state, case.batch)
+
+
+def under(plan: jdelta.Plan, step_fn: Callable[..., Any], *args: Any) -> Program:
+    """A step under a plan that was made for it and its arguments."""
+    call = call_of(step_fn, plan.static, args, {})
     step, _ = step_of(plan, call, plan.donate_argnums)
     emission = emit(step, plan.policy)
     graph, computed = emission.timeline.graph, emission.computed

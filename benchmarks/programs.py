@@ -58,17 +58,23 @@ def planned(program: Program, budget: int, target: str) -> Row:
     step, args = program.make(program.large, unmarked)
     begin = time.perf_counter()
     with compiling() as took:
-        try:
-            options = dict(program.options)
-            plan = jdelta.plan(step, budget, *args, target=target, **options)
-        except jdelta.JdeltaError as error:
-            found: Row = {"error": type(error).__name__, "says": str(error), "budget": budget}
-            found["floor"] = getattr(error, "floor", None)
-        except Exception as error:  # what no user should see: it is a row, too
-            found = {"error": type(error).__name__, "says": str(error), "raw": True}
-        else:
-            found = {**cases.of_plan(plan), "result": plan.result}
-    return {**found, "seconds": time.perf_counter() - begin, "xla": sum(took)}
+        plan, found = tried(step, budget, *args, target=target, **dict(program.options))
+    found |= {"seconds": time.perf_counter() - begin, "xla": sum(took)}
+    if plan:
+        found["priced"] = cases.under(plan, step, *args).priced(plan.overlap).seconds
+    return found
+
+
+def tried(*args: Any, **options: Any) -> tuple[jdelta.Plan | None, Row]:
+    """A plan and what is known of it, or of the error where there is none."""
+    try:
+        plan = jdelta.plan(*args, **options)
+    except jdelta.JdeltaError as error:
+        floor = getattr(error, "floor", None)
+        return None, {"error": type(error).__name__, "says": str(error), "floor": floor}
+    except Exception as error:  # what no user should see: it is a row, too
+        return None, {"error": type(error).__name__, "says": str(error), "raw": True}
+    return plan, {**cases.of_plan(plan), "result": plan.result}
 
 
 @contextlib.contextmanager
@@ -115,13 +121,8 @@ def wrong_by_hand(r: Row) -> Iterator[str]:
         yield f"{at['error']}: {at['says'].splitlines()[0]}"
     elif "error" in at:
         yield f"by hand {mib(peak)} MiB, here {mib(at['floor'])}"
-    elif slower(r):
-        yield f"by hand {share(r['hand']['seconds'], r['plain_seconds'])} of the plain step's time"
-
-
-def slower(r: Row) -> bool:
-    """Whether the plan for the peak by hand is predicted to be slower than what is by hand."""
-    return r["plain_seconds"] + r["at_hand"]["overhead"] > BAR * r["hand"]["seconds"]
+    elif at["priced"] > BAR * r["hand"]["seconds"]:
+        yield f"{at['priced'] / r['hand']['seconds']:.2f} times the time by hand"
 
 
 def wrong_of_plan(r: Row, plan: Row) -> Iterator[str]:
@@ -129,7 +130,7 @@ def wrong_of_plan(r: Row, plan: Row) -> Iterator[str]:
     if plan.get("raw"):
         yield f"{plan['error']}: {plan['says'].splitlines()[0]}"
     elif "error" in plan:
-        yield from wrong_of_floor(r, plan["floor"], plan["budget"])
+        yield from wrong_of_floor(r, plan["floor"], int(SHARE * r["plain"]))
     else:
         yield from wrong_of_floor(r, plan["floor"], 0)
         if plan["compiled_peak"] > plan["budget"]:

@@ -27,6 +27,7 @@ from benchmarks import (
     pins,
     policies,
     prices,
+    programs,
     record,
     resident,
     rok,
@@ -44,12 +45,13 @@ from jdelta._chips import Rates
 from jdelta._files import Scope, hidden_scopes
 from jdelta._spill import SpillRates
 from jdelta._target import resolve
+from tests.programs import PROGRAMS, SMALL
 from tests.versions import fails_in_jax_0_10_with_remat3
 
 SCRIPTS = [
     *(budgets, device, dropout, gradients, hand_policies, max_batch, offload, per_layer, savings),
     *(compiled_order, copying, pins, prices, resident, rok, simulation, small_order),
-    *(cycles, kernels, throttled, unmarked),
+    *(cycles, kernels, programs, throttled, unmarked),
 ]
 STEP = {"step": "tiny", "target": "cpu"}
 
@@ -133,6 +135,30 @@ def test_every_script_explains_itself(script, monkeypatch, capsys):
         script.main()
     assert stopped.value.code == 0
     assert "--json" in capsys.readouterr().out
+
+
+def test_the_zoo_names_what_is_not_right(monkeypatch):
+    name = "layers.scanned_mlp"
+    small = dataclasses.replace(PROGRAMS[name], large=SMALL)
+    monkeypatch.setitem(programs.PROGRAMS, name, small)
+    r = {"step": name, "target": "cpu", **programs.row(name, "cpu")}
+    assert r["failures"] == []
+    assert 0 < r["hand"]["peak"] < r["plain"]
+    assert r["at_hand"]["compiled_peak"] <= programs.BAR * r["hand"]["peak"]
+    assert 0 < r["plan"]["xla"] < r["plan"]["seconds"]
+    refused = {"error": "BudgetError", "says": "no", "floor": 2 * r["plain"], "budget": 1}
+    raw = {"error": "KeyError", "says": "'init'", "raw": True}
+    over = {**r["plan"], "compiled_peak": 2 * r["plan"]["budget"]}
+    unused = {**r["plan"], "compiled_peak": r["plan"]["floor"], "overhead": 1.0, "result": ""}
+    slow = {**r["at_hand"], "priced": 1.0}
+    wrong = [("plan", refused), ("plan", raw), ("plan", over), ("at_hand", refused)]
+    wrong += [("at_hand", raw), ("at_hand", slow)]
+    for part, row in wrong:
+        assert len(programs.failures({**r, part: row})) == 1, (part, row)
+    assert programs.is_unused({**unused, "budget": 2 * unused["compiled_peak"]})
+    late = {**refused, "seconds": 2.0, "xla": 1.0}
+    rows = [r, {**r, "plan": late, "failures": ["refused"]}]
+    assert f"| {name} | cpu | refused |" in programs.markdown(rows)
 
 
 @pytest.mark.parametrize("policy", ["nothing_saveable", "sqrt", "dots_saveable"])
