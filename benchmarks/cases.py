@@ -18,6 +18,7 @@ from jdelta._emit import Step, emit
 from jdelta._graph import Graph, graph_of
 from jdelta._hlo import Computation, Instruction, Module, parse
 from jdelta._hlo_cost import seconds
+from jdelta._jitted import jitted
 from jdelta._marks import NOTHING, Computed
 from jdelta._measure import Measurement, measure
 from jdelta._overlap import Overlap, read_overlap
@@ -174,7 +175,7 @@ def planned(case: Case, plan: jdelta.Plan) -> Program:
 
 def under(plan: jdelta.Plan, step_fn: Callable[..., Any], *args: Any) -> Program:
     """A step under a plan that was made for it and its arguments."""
-    call = call_of(step_fn, plan.static, args, {})
+    call = call_of(dataclasses.replace(jitted(step_fn), static=plan.static), args, {})
     step, _ = step_of(plan, call, plan.donate_argnums)
     emission = emit(step, plan.policy)
     graph, computed = emission.timeline.graph, emission.computed

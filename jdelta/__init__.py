@@ -8,6 +8,7 @@ from jdelta._deferred import DeferredPlan as DeferredPlan
 from jdelta._drift import SpillDriftWarning as SpillDriftWarning
 from jdelta._endurance import Endurance as Endurance
 from jdelta._endurance import endurance as endurance
+from jdelta._errors import ArgumentError as ArgumentError
 from jdelta._errors import BudgetError as BudgetError
 from jdelta._errors import JdeltaError as JdeltaError
 from jdelta._errors import OffloadError as OffloadError

@@ -10,16 +10,20 @@ from dataclasses import dataclass
 
 from jdelta._errors import BudgetError
 
-_UNITS = {"": 1} | {
+_UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
-    for power, prefix in enumerate("KMGTP", start=1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
+    for power, prefix in enumerate("kmgtp", start=1)
+    for suffix, base in (("ib", 1024), ("i", 1024), ("b", 1000), ("", 1000))
 }
-_UNITS["B"] = 1
+"""Bytes of each unit, in small letters: ``{"gib": 2**30, "g": 10**9}``."""
+
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([A-Za-z%]*)\s*")
 
 _FEW = 1024
-"""Bytes that no step fits: a float from one up to here is a share that was meant otherwise."""
+"""Bytes that no step fits: a float from one up to here was meant otherwise."""
+
+_GIBIBYTES = 256
+"""Bytes that no step fits either: an integer below is a size in GiB that lacks its unit."""
 
 _EXPECTED = (
     "expected bytes (an int), a size such as '14GiB' or '14GB', or a share of the "
@@ -48,10 +52,15 @@ def parse_budget(budget: object) -> Budget:
     """
     if isinstance(budget, str):
         return _parse_text(budget)
-    number = budget if isinstance(budget, float) else _integer(budget)
+    number = _number(budget)
     if not math.isfinite(number) or number <= 0:
         raise BudgetError(f"budget must be above zero; got {budget!r}; {_EXPECTED}")
     if isinstance(number, int):
+        if number < _GIBIBYTES:
+            raise BudgetError(
+                f"budget {budget!r} is {number} bytes, which no step fits; did you mean "
+                f"'{number}GiB'? {_EXPECTED}"
+            )
         return Budget(bytes=number)
     if number <= 1:
         return Budget(share=number)
@@ -60,8 +69,13 @@ def parse_budget(budget: object) -> Budget:
     return Budget(bytes=int(number))
 
 
-def _integer(budget: object) -> int:
-    """A budget that is an integer of some kind (NumPy's too); truth values are none."""
+def _number(budget: object) -> int | float:
+    """A budget that is a number of some kind, NumPy's and JAX's too; truth values are none."""
+    item = getattr(budget, "item", None)
+    if item is not None and getattr(budget, "ndim", None) == 0:
+        budget = item()
+    if isinstance(budget, float):
+        return budget
     with contextlib.suppress(TypeError):
         if not isinstance(budget, bool):
             return operator.index(budget)  # pyright: ignore[reportArgumentType]
@@ -92,7 +106,7 @@ def _parse_text(text: str) -> Budget:
     match = _PATTERN.fullmatch(text)
     if match is None:
         raise BudgetError(f"budget {text!r} is not understood; {_EXPECTED}")
-    number, unit = float(match[1]), match[2]
+    number, unit = float(match[1]), match[2].lower()
     if not unit and not match[1].isdecimal():
         return parse_budget(number)
     if unit == "%":
@@ -101,7 +115,8 @@ def _parse_text(text: str) -> Budget:
         return Budget(share=number / 100)
     if unit not in _UNITS:
         raise BudgetError(
-            f"budget {text!r}: unit {unit!r} is not known; use one of {', '.join(_UNITS)[2:]} or %"
+            f"budget {text!r}: unit {match[2]!r} is not known; use one of KiB, MiB, GiB, TiB, PiB, "
+            "KB, MB, GB, TB, PB, B or %"
         )
     size = int(number * _UNITS[unit])
     if size <= 0:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from jdelta import _jax
+from jdelta._constant import Constant
+from jdelta._errors import ArgumentError
 from jdelta._format import format_array, format_some
+from jdelta._jitted import Jitted, several
 from jdelta._target import Target, is_on_host
-
-Static = tuple[int | str, ...]
-"""Arguments that are constants of the program: by number or by name."""
 
 
 def _as_they_are(results: Any) -> Any:
@@ -31,14 +31,20 @@ class Call:
         fun: A pure function of ``args``.
         args: What is traced: arguments given by position, then those given by name.
         numbers: The number of each in the signature of the step; None where it has only a name.
+        names: What the user calls each: ``("state", "batch")``.
         static: Everything else that the program depends on, hashable.
+        in_shardings: Where each is to be: a sharding or a tree of them, None for where it is.
+        out_shardings: Where the results are to be, likewise.
         finish: From what ``fun`` returns to what the step does.
     """
 
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     numbers: tuple[int | None, ...]
+    names: tuple[str, ...]
     static: Any
+    in_shardings: tuple[Any, ...] | None = None
+    out_shardings: Any = None
     finish: Callable[[Any], Any] = _as_they_are
 
     @property
@@ -47,75 +53,202 @@ class Call:
         leaves, tree = jax.tree.flatten(self.args)
         return tree, tuple(map(_kind, leaves)), self.numbers, self.static
 
+    @property
+    def placed(self) -> tuple[Any, ...]:
+        """The arguments, as shapes where they have to move."""
+        if self.in_shardings is None:
+            return self.args
+        return _over(self.in_shardings, self.args, "in_shardings", _moved)
+
     def abstract(self, target: Target) -> Call:
         """The call with shapes in place of arrays, placed on a target."""
-        return replace(self, args=target.abstract(self.args), finish=_as_they_are)
+        out = _places(self.out_shardings, target.sharding)
+        args = target.abstract(self.placed)
+        return replace(self, args=args, in_shardings=None, out_shardings=out, finish=_as_they_are)
 
-    def donated(self, donate_argnums: Sequence[int]) -> tuple[int, ...]:
+    def donated(self, donate: Sequence[int | str]) -> tuple[int, ...]:
         """Where among ``args`` the donated arguments stand."""
-        return tuple(i for i, number in enumerate(self.numbers) if number in donate_argnums)
+        return tuple(
+            i
+            for i, (number, name) in enumerate(zip(self.numbers, self.names, strict=True))
+            if name in donate or (number is not None and number in donate)
+        )
 
 
-def call_of(step: Callable[..., Any], static: Static, args: Sequence[Any], given: Any) -> Call:
+def call_of(step: Jitted, args: Sequence[Any], given: Mapping[str, Any]) -> Call:
     """A call ``step(*args, **given)``.
 
     Raises:
-        TypeError: The step does not take these arguments, or a static one is not hashable.
+        TypeError: The step does not take these arguments.
+        ArgumentError: A static argument has no hash, or another one is nothing to trace.
     """
     args, given = _bound(step, args, given)
-    constants = _constants(step, static)
-    fixed: dict[int | str, Any] = {i: x for i, x in enumerate(args) if i in constants}
-    fixed |= {name: x for name, x in given.items() if name in constants}
-    hash(tuple(fixed.values()))
+    fixed = _fixed(step, args, given)
     positions = [i for i in range(len(args)) if i not in fixed]
     names = sorted(name for name in given if name not in fixed)
-    count, by_name = len(args), tuple(given)  # no arrays: plans keep the function
+    count, by_name, before = len(args), tuple(given), len(step.first)  # no arrays: plans keep `fun`
 
     def fun(*values: Any) -> Any:
-        filled = dict(zip([*positions, *names], values, strict=True)) | fixed
-        return step(*map(filled.get, range(count)), **{name: filled[name] for name in by_name})
+        first, rest = values[:before], values[before:]
+        filled = dict(zip([*positions, *names], rest, strict=True)) | fixed
+        given = {name: filled[name] for name in by_name}
+        return step.fun(*first, *map(filled.get, range(count)), **given)
 
-    traced = (*(args[i] for i in positions), *(given[name] for name in names))
-    numbers = (*positions, *(None for _ in names))
-    call = Call(fun, traced, numbers, tuple(fixed.items()))
+    traced = (*step.first, *(args[i] for i in positions), *(given[name] for name in names))
+    own = tuple("self" for _ in step.first)
+    call = Call(
+        fun,
+        traced,
+        (*(None for _ in own), *positions, *(None for _ in names)),
+        (*own, *(_name(step, i) for i in positions), *names),
+        tuple((key, Constant(value)) for key, value in fixed.items()),
+        _in_shardings(step, len(own), len(positions), len(names)),
+        step.out_shardings,
+    )
+    if "equinox" in sys.modules:
+        from jdelta import equinox
+
+        call = equinox.without_constants(call, everywhere=step.filtered)
     if "flax.nnx" in sys.modules:
         from jdelta import flax
 
-        return flax.without_objects(call)
+        call = flax.without_objects(call)
+    _check_traceable(step, call)
     return call
 
 
-def several(given: Any) -> tuple[Any, ...]:
-    """Numbers or names of arguments, where one alone may be given."""
-    return (given,) if isinstance(given, (int, str)) else tuple(given)
-
-
 def _bound(
-    step: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]
+    step: Jitted, args: Sequence[Any], given: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """The arguments by position as far as the step takes them so."""
-    if not given:
+    if not given or not step.parameters:
         return args, given
-    try:
-        signature = inspect.signature(step)
-    except ValueError:  # some callables have none
-        return args, given
-    bound = signature.bind(*args, **given)
+    bound = inspect.Signature(list(step.parameters.values())).bind(*args, **given)
     return bound.args, bound.kwargs
 
 
-def _constants(step: Callable[..., Any], static: Static) -> set[int | str]:
-    """Numbers and names of the static arguments, each by both where it has both."""
-    if not static:
-        return set()
+def _name(step: Jitted, number: int) -> str:
+    """What the user calls an argument given by position."""
+    names = step.positions
+    return names[number] if number < len(names) else f"args[{number}]"
+
+
+def _fixed(step: Jitted, args: Sequence[Any], given: Mapping[str, Any]) -> dict[int | str, Any]:
+    """The static arguments of a call."""
+    static = step.normal("static_argnums", step.static)
+    fixed: dict[int | str, Any] = {i: x for i, x in enumerate(args) if i in static}
+    fixed |= {name: x for name, x in given.items() if name in static}
+    for key, value in fixed.items():
+        try:
+            hash(value)
+        except TypeError as error:
+            name = _name(step, key) if isinstance(key, int) else key
+            raise ArgumentError(
+                f"{step.name}: the static argument {name} is a {type(value).__name__}, which has "
+                "no hash. Give static arguments a type that has one (a frozen dataclass, a tuple), "
+                "or close over it: functools.partial."
+            ) from error
+    return fixed
+
+
+def _check_traceable(step: Jitted, call: Call) -> None:
+    """Refuse arguments that JAX cannot trace, by the user's names.
+
+    Raises:
+        ArgumentError: There is one.
+    """
+    for name, arg in zip(call.names, call.args, strict=True):
+        for path, leaf in jax.tree.leaves_with_path(arg):
+            if not _is_traceable(leaf):
+                where = f"{name}{jax.tree_util.keystr(path)}"
+                raise ArgumentError(
+                    f"{step.name}: the argument {where} is a {type(leaf).__name__} ({leaf!r:.40}), "
+                    "which JAX cannot trace: expected arrays, numbers, or trees of them. "
+                    f"If the program depends on it, make it static: static_argnames={name!r}."
+                )
+
+
+def _is_traceable(leaf: Any) -> bool:
+    """Whether a leaf has a type that JAX traces."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return True
     try:
-        names = list(inspect.signature(step).parameters)
-    except ValueError:
-        names = []
-    numbers = {n % len(names) if n < 0 and names else n for n in static if isinstance(n, int)}
-    by_number: set[int | str] = {names[n] for n in numbers if n < len(names)}
-    by_name = {names.index(n) for n in static if n in names}
-    return {*static, *numbers, *by_number, *by_name}
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def _in_shardings(step: Jitted, own: int, count: int, named: int) -> tuple[Any, ...] | None:
+    """Where each traced argument is to be.
+
+    Raises:
+        ArgumentError: Some are given by name, which no ``in_shardings`` says anything about.
+    """
+    places = step.in_shardings
+    if places is None:
+        return None
+    if named:
+        raise ArgumentError(
+            f"in_shardings says where arguments given by position are to be; {step.name} was also "
+            "given some by name. Give them by position."
+        )
+    if not isinstance(places, (tuple, list)):
+        return (*(None for _ in range(own)), *(places for _ in range(count)))
+    if len(places) != count:
+        raise ArgumentError(
+            f"in_shardings has {len(places)} parts, but {step.name} was given {count} arguments "
+            "that are not static. Give one for each, or one sharding for all."
+        )
+    return (*(None for _ in range(own)), *places)
+
+
+def _places(tree: Any, place: Callable[[Sharding], Sharding]) -> Any:
+    """A tree of shardings, each placed; None where nothing is said."""
+    return jax.tree.map(lambda s: s and place(_sharding(s)), tree, is_leaf=_is_place)
+
+
+def _over(tree: Any, values: Any, option: str, change: Callable[[Any, Any], Any]) -> Any:
+    """``values`` changed leaf by leaf, as a tree of shardings, or the beginning of one, says."""
+
+    def under(place: Any, part: Any) -> Any:
+        if place is None:
+            return part
+        sharding = _sharding(place)
+        return jax.tree.map(lambda leaf: change(leaf, sharding), part)
+
+    try:
+        return jax.tree.map(under, tuple(tree), values, is_leaf=_is_place)
+    except ValueError as error:
+        raise ArgumentError(f"{option} does not fit the arguments: {error}") from error
+
+
+def _is_place(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (Sharding, PartitionSpec))
+
+
+def _sharding(place: Any) -> Sharding:
+    """The sharding that is meant; a mere specification is for the mesh that is set.
+
+    Raises:
+        ArgumentError: There is no mesh, or it is no sharding.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if isinstance(place, PartitionSpec) and not mesh.empty:
+        return NamedSharding(mesh, place)
+    if isinstance(place, Sharding):
+        return place
+    raise ArgumentError(
+        f"in_shardings and out_shardings: expected a sharding, got {place!r}. Write "
+        "NamedSharding(mesh, spec), or set the mesh (jax.set_mesh) for a mere PartitionSpec."
+    )
+
+
+def _moved(leaf: Any, sharding: Sharding) -> Any:
+    """The shape of an argument at another place."""
+    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
 
 
 def _kind(leaf: Any) -> Any:
@@ -142,15 +275,16 @@ def _place(leaf: Any) -> Any:
     return None if (device, kind) == (here, here.default_memory().kind) else (device, kind)
 
 
-def described(args: Any) -> tuple[str, ...]:
-    """A line for each leaf of the arguments: its path, dtype and shape, and how it is cut.
+def described(call: Call) -> tuple[str, ...]:
+    """A line for each leaf of the arguments: ``state['w']: float32[8,64] P(data) over data=4``.
 
     Args:
-        args: Arguments placed on a target.
+        call: A call with arguments placed on a target.
     """
     return tuple(
-        f"args{jax.tree_util.keystr(path)}: {_described(leaf)}"
-        for path, leaf in jax.tree.leaves_with_path(args)
+        f"{name}{jax.tree_util.keystr(path)}: {_described(leaf)}"
+        for name, arg in zip(call.names, call.args, strict=True)
+        for path, leaf in jax.tree.leaves_with_path(arg)
     )
 
 

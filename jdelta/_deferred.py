@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import Any
 
-from jdelta._call import Call, call_of, several
+from jdelta._call import Call, call_of
 from jdelta._errors import PlanMismatchError
+from jdelta._jitted import Jitted, together
 from jdelta._plan import Plan
 from jdelta._planned import PlannedStep, refuse_tracers
 
@@ -26,18 +28,26 @@ class DeferredPlan:
     step_fn: Callable[..., Any]
     budget: int | float | str | None
     options: Mapping[str, Any] = field(hash=False)
+    _step: Jitted = field(hash=False, repr=False)
     _make: Callable[..., Plan] = field(repr=False)
 
-    def jit(self, *, donate_argnums: int | Sequence[int] | None = None) -> Callable[..., Any]:
+    def jit(
+        self,
+        *,
+        donate_argnums: int | Sequence[int] | None = None,
+        donate_argnames: str | Sequence[str] | None = None,
+    ) -> Callable[..., Any]:
         """The step, planned at the first call with each new set of shapes.
 
         Args:
             donate_argnums: As in ``jax.jit``; default: those given to ``jdelta.plan``.
+            donate_argnames: As in ``jax.jit``; default likewise.
         """
-        donate = {} if donate_argnums is None else {"donate_argnums": several(donate_argnums)}
-        options = {**self.options, **donate}
-        make = functools.partial(self._make, self.step_fn, self.budget, **options)
-        return _Deferred(functools.partial(call_of, self.step_fn, options["static"]), make)
+        given = together(donate_argnums, donate_argnames)
+        donate = self._step.donate if given is None else self._step.normal("donate_argnums", given)
+        step = replace(self._step, donate=donate)
+        made = _Deferred(step, functools.partial(self._make, step, self.budget, **self.options))
+        return functools.update_wrapper(made, self.step_fn, updated=())
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Refused: there are no decisions yet."""
@@ -51,17 +61,27 @@ class DeferredPlan:
 class _Deferred:
     """Plans a step once for each set of shapes it is called with."""
 
-    def __init__(self, call_of: Callable[..., Call], plan_of: Callable[[Call], Plan]):
-        self._call_of = call_of
+    def __init__(self, step: Jitted, plan_of: Callable[[Call], Plan]):
+        self._step = step
         self._plan_of = plan_of
         self._steps: dict[Any, PlannedStep] = {}
         self.plans: list[Plan] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._call_of(args, kwargs)
+        call = call_of(self._step, args, kwargs)
         if call.key not in self._steps:
             refuse_tracers(call)  # before minutes of planning
             plan = self._plan_of(call)
             self.plans.append(plan)
             self._steps[call.key] = plan.jit()
         return self._steps[call.key].run(call)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """A method's step, where it stands in a class."""
+        return self if instance is None else MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a step under jdelta.jit has no {name!r}: it is planned when it is called. "
+            "jdelta.plan(step, budget, *args) plans it before, and its `compiled` is the program."
+        )

@@ -50,6 +50,7 @@ class Step:
         updates_in_loops: Whether weight updates are to run inside the backward loops.
         outside: Whether what does not depend on the arguments of a differentiated function is
             computed outside of it.
+        out_shardings: Where its results are to be, as in ``jax.jit``.
     """
 
     fun: Callable[..., Any]
@@ -62,6 +63,12 @@ class Step:
     store: Store | None = None
     updates_in_loops: bool = False
     outside: bool = False
+    out_shardings: Any = None
+
+    def jitted(self, fun: Callable[..., Any]) -> Any:
+        """A function of the step's arguments with its results, as it is to be compiled."""
+        places = {} if self.out_shardings is None else {"out_shardings": self.out_shardings}
+        return jax.jit(fun, donate_argnums=self.donate, **places)
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
             return step.fun(*args)
 
     platform = step.target.platform
-    traced = _traced(jax.jit(planned, donate_argnums=step.donate), step, policy)
+    traced = _traced(step.jitted(planned), step, policy)
     emitted = Emitted()
     if policy is not None:
         if step.grouping.layers > 1:
@@ -223,7 +230,7 @@ def _again(
     def planned(*args: Any) -> Any:
         return jax.tree.unflatten(results, run(*jax.tree.leaves(args)))
 
-    return jax.jit(planned, donate_argnums=step.donate).trace(*step.args)
+    return step.jitted(planned).trace(*step.args)
 
 
 def _options(target: Target, policy: Policy | None, needed: int) -> dict[str, str | bool]:

@@ -21,6 +21,10 @@ class PlanMismatchError(JdeltaError, ValueError):
     """A plan was used for a program, arguments or a file that it was not made for."""
 
 
+class ArgumentError(JdeltaError, TypeError):
+    """An option, or an argument of the step, is not what ``jax.jit`` and jdelta take."""
+
+
 class OffloadError(JdeltaError, RuntimeError):
     """The compiled program does not hold on the host what the plan puts there."""
 

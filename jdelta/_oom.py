@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 
-from jdelta._call import call_of, several
+from jdelta._call import Call, call_of
 from jdelta._emit import Step, fixed_bytes, local_bytes
 from jdelta._errors import BudgetError, TraceError
 from jdelta._format import format_array, format_bytes, format_seconds
 from jdelta._fusion import Compiler
 from jdelta._graph import labels
+from jdelta._jitted import OPTIONS, jitted
 from jdelta._peak import Timeline, timeline
 from jdelta._plan import Plan
 from jdelta._planning import plan
@@ -91,7 +92,7 @@ def explain_oom(
     step_fn: Callable[..., Any],
     *args: Any,
     target: str | None = None,
-    donate_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] | None = None,
     **options: Any,
 ) -> OutOfMemory:
     """Say what is alive at the peak of a step, and what would make it fit.
@@ -108,21 +109,25 @@ def explain_oom(
     Raises:
         JdeltaError: What ``jdelta.plan`` raises, but that no plan fits the memory.
     """
-    donate = several(donate_argnums)
-    where = resolve(target, args)
-    call = call_of(step_fn, (), args, {}).abstract(where)
-    step = Step(call.fun, call.args, call.donated(donate), where, {})
+    told: dict[str, Any] = {"donate_argnums": donate_argnums, **options}
+    asked = jitted(step_fn, **{name: told[name] for name in OPTIONS if name in told})
+    own = {name: told.pop(name) for name in tuple(told) if name in asked.parameters}
+    call = call_of(asked, args, own)
+    where = resolve(target, call.placed)
+    call = call.abstract(where)
+    step = Step(call.fun, call.args, call.donated(asked.donate), where, {})
     found = trace(call.fun, *call.args, platform=where.platform)
     line = timeline(found.graph, Compiler(where.platform))
     needed = line.peak + fixed_bytes(found.graph, step)
     made, floor = None, None
     try:
-        made = plan(step_fn, None, *args, target=target, donate_argnums=donate, **options)
+        told["target"] = target
+        made = plan(step_fn, None, *args, **own, **told)
     except (BudgetError, TraceError) as error:
         if error.floor is None:
             raise
         floor = error.floor
-    alive = [*_arguments(call.args), *_temporaries(line, found)]
+    alive = [*_arguments(call), *_temporaries(line, found)]
     return OutOfMemory(
         target=where.name,
         memory=where.memory,
@@ -134,11 +139,12 @@ def explain_oom(
     )
 
 
-def _arguments(args: Any) -> list[Alive]:
-    """Arguments, each by its own parts: ``args[0].params``."""
+def _arguments(call: Call) -> list[Alive]:
+    """Arguments, each by its own parts: ``state.params``."""
     leaves: dict[str, list[Any]] = {}
-    for path, leaf in jax.tree.leaves_with_path(args):
-        leaves.setdefault(f"args{jax.tree_util.keystr(path[:2])}", []).append(leaf)
+    for name, arg in zip(call.names, call.args, strict=True):
+        for path, leaf in jax.tree.leaves_with_path(arg):
+            leaves.setdefault(f"{name}{jax.tree_util.keystr(path[:1])}", []).append(leaf)
     return [
         Alive(
             "argument",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import html
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,11 +14,12 @@ import jax
 from jax.extend.core import Primitive
 
 from jdelta import _plan_file
-from jdelta._call import Call, Static, several
+from jdelta._call import Call
 from jdelta._decision import Decision
 from jdelta._errors import PlanMismatchError, SpillError, TargetError
 from jdelta._explain import Explanation, explain
 from jdelta._export import export
+from jdelta._jitted import Arguments, Jitted, jitted, together
 from jdelta._overlap import Overlap
 from jdelta._picture import Picture, picture
 from jdelta._planned import PlannedStep, compiled
@@ -72,7 +73,8 @@ class Plan:
         result: How the search ended, and what to do about it.
         compiles: Programs compiled to find the plan (those known from the disk cache included).
         target: Name of the target.
-        donate_argnums: Arguments whose buffers the results may take, as compiled.
+        donate_argnums: Arguments whose buffers the results may take, as compiled: by number, or by
+            name where they have no number.
         static: Arguments that are constants of the program, by number or name.
         arguments: Path, dtype, shape and sharding of each array among the others.
         fingerprint: Digest of the plain program the plan was made for.
@@ -108,8 +110,8 @@ class Plan:
     result: str
     compiles: int
     target: str
-    donate_argnums: tuple[int, ...]
-    static: Static = field(repr=False)
+    donate_argnums: Arguments
+    static: Arguments = field(repr=False)
     arguments: tuple[str, ...] = field(repr=False)
     fingerprint: str
     versions: tuple[tuple[str, str], ...] = field(repr=False)
@@ -119,7 +121,7 @@ class Plan:
     grouping: Grouping
     undone: tuple[str, ...]
     updates_moved: int
-    _step: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    _step: Jitted | None = field(default=None, repr=False, compare=False)
     _call: Call | None = field(default=None, repr=False, compare=False)
     _compiled: Any = field(default=None, repr=False, compare=False)
     _store: Store | None = field(default=None, repr=False, compare=False)
@@ -232,13 +234,15 @@ class Plan:
         step_fn: Callable[..., Any] | None = None,
         *,
         donate_argnums: int | Sequence[int] | None = None,
+        donate_argnames: str | Sequence[str] | None = None,
     ) -> PlannedStep:
         """The step under this plan, like ``jax.jit(step_fn)``.
 
         Args:
             step_fn: The step, for a plan that was loaded from a file; default: the step that was
-                planned.
+                planned. Of a step that ``jax.jit`` has made its shardings are taken over.
             donate_argnums: As in ``jax.jit``; default: as planned, which needs no new compilation.
+            donate_argnames: As in ``jax.jit``.
 
         Returns:
             A function with the signature of the step, for arguments of the planned shapes.
@@ -249,8 +253,8 @@ class Plan:
                 arguments or a program that the plan was not made for.
             BudgetError: With other donation than planned the step is over the budget.
         """
-        fun = step_fn or self._step
-        if fun is None:
+        step = self._step if step_fn is None else jitted(step_fn)
+        if step is None:
             raise PlanMismatchError(
                 "A plan loaded from a file does not contain the step: call plan.jit(step_fn)."
             )
@@ -260,12 +264,14 @@ class Plan:
                 "it with plan.save(path), and on the machine that trains call "
                 "jdelta.load(path).jit(step_fn)."
             )
-        donate = self.donate_argnums if donate_argnums is None else several(donate_argnums)
-        planned = self._call if fun is self._step else None
+        given = together(donate_argnums, donate_argnames)
+        donate = self.donate_argnums if given is None else step.normal("donate_argnums", given)
+        own = self._step if self._step is not None and step.fun is self._step.fun else None
+        step = replace(own or step, donate=donate, static=self.static)
+        planned = self._call if own else None
         runs = planned and ":" not in self.target and donate == self.donate_argnums
         ready = self._compiled if runs else None
-        static = planned.static if planned else None
-        return PlannedStep(self, fun, donate, static, ready)
+        return PlannedStep(self, step, planned.static if planned else None, ready)
 
     def save(self, path: str) -> None:
         """Write the plan to ``path`` as JSON, to be read by ``jdelta.load``.

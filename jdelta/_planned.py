@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,8 +17,9 @@ from jdelta import _jax
 from jdelta._call import Call, call_of, described, difference
 from jdelta._drift import Drift
 from jdelta._emit import Step, emit
-from jdelta._errors import BudgetError, PlanMismatchError
+from jdelta._errors import ArgumentError, BudgetError, PlanMismatchError
 from jdelta._format import format_bytes
+from jdelta._jitted import Arguments, Jitted, jitted
 from jdelta._measure import Measurement, measure
 from jdelta._spill import named_errors
 from jdelta._spilled import check_handlers, check_spilled
@@ -37,21 +40,20 @@ class PlannedStep:
     def __init__(
         self,
         plan: Plan,
-        fun: Callable[..., Any],
-        donate: tuple[int, ...],
+        step: Jitted,
         static: Any,
         ready: Any,
     ):
         self.plan = plan
-        self._fun = fun
-        self._donate = donate
+        self._step = step
         self._static = static
         self._compiled = ready
         self._drift: Drift | None = None
         self._refs = tuple(": ref " in line for line in plan.arguments)
+        functools.update_wrapper(self, step.fun, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(call_of(self._fun, self.plan.static, args, kwargs))
+        return self.run(call_of(self._step, args, kwargs))
 
     def run(self, call: Call) -> Any:
         """Run the step for a call that is taken apart already."""
@@ -62,7 +64,7 @@ class PlannedStep:
             )
         if self._compiled is None:
             _check_arguments(self.plan, call)
-            self._compiled = compiled(self.plan, call, self._donate)
+            self._compiled = compiled(self.plan, call, self._step.donate)
             self._static = call.static
         if getattr(jax.config, "jax_disable_jit", False):  # nothing compiled is called then
             return call.finish(call.fun(*call.args))
@@ -70,7 +72,10 @@ class PlannedStep:
             _check_arguments(self.plan, call)
         try:
             results = self._results(call.args)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
+            _check_alive(call, error)
+            if isinstance(error, RuntimeError):
+                raise
             _check_arguments(self.plan, call)
             raise PlanMismatchError(
                 "The step was planned for other arguments than it was called with. Plan again for "
@@ -115,6 +120,22 @@ def _refs_in(call: Call) -> tuple[bool, ...]:
     return tuple(map(_jax.is_ref, jax.tree.leaves(call.args)))
 
 
+def _check_alive(call: Call, error: Exception) -> None:
+    """Say which argument of a failed call is there no more.
+
+    Raises:
+        ArgumentError: There is one.
+    """
+    for name, arg in zip(call.names, call.args, strict=True):
+        for path, leaf in jax.tree.leaves_with_path(arg):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ArgumentError(
+                    f"The argument {name}{jax.tree_util.keystr(path)} is there no more: it was "
+                    "donated to an earlier call, or deleted. Go on with what the step returned in "
+                    "its place, or do not donate it."
+                ) from error
+
+
 def _check_arguments(plan: Plan, call: Call) -> None:
     """Compare a call's arguments with those that a plan was made for.
 
@@ -123,7 +144,7 @@ def _check_arguments(plan: Plan, call: Call) -> None:
             tracing them.
     """
     refuse_tracers(call)
-    placed = call.abstract(resolve_planned(plan.target, call.args)).args
+    placed = call.abstract(resolve_planned(plan.target, call.placed))
     changed = difference(plan.arguments, described(placed))
     if changed:
         raise PlanMismatchError(
@@ -143,16 +164,16 @@ def recompiled(plan: Plan, step_fn: Callable[..., Any], args: tuple[Any, ...]) -
     Raises:
         PlanMismatchError: The plan was made for other arguments, or for another program.
     """
-    call = call_of(step_fn, plan.static, args, {})
+    call = call_of(replace(jitted(step_fn), static=plan.static), args, {})
     _check_arguments(plan, call)
     _, measurement, peak = _compiled(plan, call, plan.donate_argnums)
     return dataclasses.replace(measurement, peak=peak)
 
 
-def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Compiled:
+def compiled(plan: Plan, call: Call, donate: Arguments) -> jax.stages.Compiled:
     """Compile a step under a plan and check it against the budget."""
     if plan.spill_written:
-        check_handlers(resolve_planned(plan.target, call.args))
+        check_handlers(resolve_planned(plan.target, call.placed))
     program, _, peak = _compiled(plan, call, donate)
     if program is None or peak > plan.budget:
         others = other_versions(plan.versions)
@@ -166,7 +187,7 @@ def compiled(plan: Plan, call: Call, donate: tuple[int, ...]) -> jax.stages.Comp
 
 
 def _compiled(
-    plan: Plan, call: Call, donate: tuple[int, ...]
+    plan: Plan, call: Call, donate: Arguments
 ) -> tuple[jax.stages.Compiled | None, Measurement, int]:
     """The program, what the compiler says of it, and its peak with what spilling holds beside."""
     step, _ = step_of(plan, call, donate)
@@ -185,20 +206,20 @@ def _compiled(
     return program, measurement, measurement.peak + emission.pool
 
 
-def step_of(plan: Plan, call: Call, donate: tuple[int, ...]) -> tuple[Step, Trace]:
+def step_of(plan: Plan, call: Call, donate: Arguments) -> tuple[Step, Trace]:
     """The step of a call, as the plan was made for it, and its plain program.
 
     Raises:
         PlanMismatchError: The plan was made for another program.
     """
-    target = resolve_planned(plan.target, call.args)
+    target = resolve_planned(plan.target, call.placed)
     call = call.abstract(target)
     found = trace(call.fun, *call.args, grouping=plan.grouping, platform=target.platform)
     if found.fingerprint != plan.fingerprint:
         raise PlanMismatchError(_other_program(plan, found))
     aliases, donated = dict(plan.aliases), call.donated(donate)
     how = found.automatic, plan.grouping, plan.store, plan.updates_moved > 0, found.outside
-    return Step(call.fun, call.args, donated, target, aliases, *how), found
+    return Step(call.fun, call.args, donated, target, aliases, *how, call.out_shardings), found
 
 
 def _other_program(plan: Plan, found: Trace) -> str:

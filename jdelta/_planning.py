@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias, overload
@@ -11,7 +13,7 @@ import jax
 
 from jdelta import _reordered
 from jdelta._budget import parse_budget, parse_host_budget
-from jdelta._call import Call, Static, call_of, described, several
+from jdelta._call import Call, call_of, described
 from jdelta._candidate import Found
 from jdelta._compiles import History
 from jdelta._cost import program_seconds
@@ -21,6 +23,7 @@ from jdelta._emit import Step
 from jdelta._errors import BudgetError
 from jdelta._files import to_files
 from jdelta._format import format_bytes, format_some
+from jdelta._jitted import OPTIONS, Jitted, check_meant, check_options, jitted
 from jdelta._layers import Planning
 from jdelta._measure import Measurement
 from jdelta._plan import Plan
@@ -47,6 +50,7 @@ _BUDGET_IS_LEFT = (
 Pins: TypeAlias = Mapping[str, Decision | str] | Callable[..., Any]
 
 _NO_PINS: Pins = MappingProxyType({})
+_OPTIONS = (*OPTIONS, *"target solver host_budget pin per_layer spill reorder history".split())
 _SOLVERS: Mapping[str, Solver] = {"knapsack": Knapsack(), "milp": Milp()}
 
 
@@ -56,9 +60,12 @@ def plan(
     budget: int | float | str | None = None,
     *,
     target: str | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
     pin: Pins = _NO_PINS,
@@ -75,9 +82,12 @@ def plan(
     /,
     *args: Any,
     target: str | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
     pin: Pins = _NO_PINS,
@@ -85,15 +95,19 @@ def plan(
     spill: str | Spill | None = None,
     reorder: bool = False,
     history: History | None = None,
+    **given: Any,
 ) -> Plan: ...
 def plan(
     step_fn: Callable[..., Any],
     budget: int | float | str | None = None,
     *args: Any,
     target: str | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
     solver: str | Solver = "knapsack",
     host_budget: int | str | None = None,
     pin: Pins = _NO_PINS,
@@ -101,6 +115,7 @@ def plan(
     spill: str | Spill | None = None,
     reorder: bool = False,
     history: History | None = None,
+    **given: Any,
 ) -> Plan | DeferredPlan:
     """Plan a training step to a memory budget, compile it under the plan and check it.
 
@@ -120,9 +135,14 @@ def plan(
         target: Default: the devices the arguments live on. Ahead of time: ``"tpu:v5e:2x2"``,
             ``"tpu:v5p:2x2x1"``, ``"tpu:v6e:4x4"``, ``"cuda:h100"``, ``"cuda:a100"``,
             ``"cuda:b200"``.
-        donate_argnums: As in ``jax.jit``; donated arguments count once in the peak.
+        donate_argnums: As in ``jax.jit``; donated arguments count once in the peak. What is not
+            given of these six is taken over from a step that ``jax.jit``, ``nnx.jit`` or
+            ``eqx.filter_jit`` has made (of ``nnx.jit`` but for shardings).
+        donate_argnames: As in ``jax.jit``.
         static_argnums: As in ``jax.jit``.
         static_argnames: As in ``jax.jit``.
+        in_shardings: As in ``jax.jit``: of what is given by position and not static.
+        out_shardings: As in ``jax.jit``.
         solver: ``"knapsack"`` (DELTA's heuristic), ``"milp"`` (exact, HiGHS), or a solver object.
         host_budget: Bound on the bytes per device that the plan offloads to pinned host memory, 0
             for no offload; default: the host memory of the target, as far as it is known, shared by
@@ -146,11 +166,13 @@ def plan(
         history: What plans of the same step with other budgets have learnt, a ``jdelta.History()``
             that is given to each of them: a plan that was found for a smaller budget is not missed
             then. Default: the plan depends on the other arguments alone.
+        **given: Arguments of the step that are given by name.
 
     Returns:
         A ``Plan``; without ``args`` a ``DeferredPlan``.
 
     Raises:
+        ArgumentError: An option is not known, or an argument of the step is nothing to trace.
         BudgetError: The budget is malformed, above the target's memory, or below the floor; or more
             is pinned to the host than ``host_budget``.
         TraceError: JAX traces the step, but not cut into units of recompute.
@@ -175,10 +197,17 @@ def plan(
         >>> sorted({decision.value for decision in plan.decisions.values()})
         ['recompute', 'save']
     """
+    step = jitted(
+        step_fn,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+    )
     options: dict[str, Any] = {
         "target": target,
-        "donate_argnums": several(donate_argnums),
-        "static": (*several(static_argnums), *several(static_argnames)),
         "solver": _solver(solver),
         "host_budget": host_budget,
         "pin": pin,
@@ -187,28 +216,44 @@ def plan(
         "reorder": reorder,
         "history": history,
     }
+    check_options(step, given, _OPTIONS)
+    check_meant(step, "target", target, str)
+    check_meant(step, "spill", spill, (str, os.PathLike, Spill))
     if budget is not None:
         parse_budget(budget)
-    if not args:
-        return DeferredPlan(step_fn, budget, options, _plan)
-    call = call_of(step_fn, options["static"], args, {})
-    return _plan(step_fn, budget, call, **options)
+    if not args and not given:
+        return DeferredPlan(step_fn, budget, options, step, _plan)
+    return _plan(step, budget, call_of(step, args, given), **options)
 
 
+@overload
+def jit(
+    step_fn: None = None, *, budget: int | float | str | None = None, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+@overload
 def jit(
     step_fn: Callable[..., Any], *, budget: int | float | str | None = None, **options: Any
+) -> Callable[..., Any]: ...
+def jit(
+    step_fn: Callable[..., Any] | None = None,
+    *,
+    budget: int | float | str | None = None,
+    **options: Any,
 ) -> Callable[..., Any]:
     """``jax.jit`` within a memory budget: plans at the first call, and again for new shapes.
 
     Args:
-        step_fn: As in ``jdelta.plan``.
+        step_fn: As in ``jdelta.plan``; a method too. None makes a decorator:
+            ``@jdelta.jit(budget="14GiB")``.
         budget: As in ``jdelta.plan``.
-        **options: The other keyword arguments of ``jdelta.plan``.
+        **options: The other options of ``jdelta.plan``.
 
     Returns:
         A function with the signature of the step. Its ``plans`` lists the plans made so far.
 
     Raises:
+        ArgumentError: An option is not known, or names an argument that the step does not have.
+        BudgetError: The budget is malformed.
         JdeltaError: When called, what ``jdelta.plan`` raises.
 
     Example:
@@ -222,17 +267,23 @@ def jit(
         >>> len(step.plans)
         1
     """
+    check_options(None, options, _OPTIONS)
+    if budget is not None:
+        parse_budget(budget)
+    if step_fn is None:
+        return functools.partial(jit, budget=budget, **options)
+    if isinstance(step_fn, (classmethod, staticmethod)):
+        method: Any = type(step_fn)
+        return method(jit(step_fn.__func__, budget=budget, **options))
     return plan(step_fn, budget, **options).jit()
 
 
 def _plan(
-    step_fn: Callable[..., Any],
+    asked: Jitted,
     budget: int | float | str | None,
     call: Call,
     *,
     target: str | None,
-    donate_argnums: tuple[int, ...],
-    static: Static,
     solver: Solver,
     host_budget: int | str | None,
     pin: Pins,
@@ -241,7 +292,7 @@ def _plan(
     reorder: bool,
     history: History | None,
 ) -> Plan:
-    where = resolve(target, call.args)
+    where = resolve(target, call.placed)
     bound = parse_budget(int(where.memory * (1 - MARGIN)) if budget is None else budget)
     if bound.bytes and bound.bytes > where.memory:
         raise BudgetError(
@@ -251,8 +302,8 @@ def _plan(
     if isinstance(pin, Mapping):
         pin = {pattern: Decision(given) for pattern, given in pin.items()}
     call = call.abstract(where)
-    placed = call.args
-    donate = call.donated(donate_argnums)
+    placed, out_shardings = call.args, call.out_shardings
+    donate = call.donated(asked.donate)
     host_room = _host_capacity(host_budget, where, placed)
     store, rates = _spilling(spill, where)
 
@@ -264,13 +315,14 @@ def _plan(
 
     def step(found: Trace) -> Step:
         how = found.automatic, found.grouping, store
-        return Step(call.fun, placed, donate, where, found.aliases, *how, outside=found.outside)
+        kept = {"outside": found.outside, "out_shardings": out_shardings}
+        return Step(call.fun, placed, donate, where, found.aliases, *how, **kept)
 
     history = history or History()
     planning = Planning(traced, step, host_room, files, pin, solver, per_layer, history)
     with own_errors_only(call.fun, placed, where.platform):
         if reorder:
-            plain = Step(call.fun, placed, donate, where, {})
+            plain = Step(call.fun, placed, donate, where, {}, out_shardings=out_shardings)
             chosen = _reordered.result(planning, plain, bound)
         else:
             chosen = _reordered.Result(*planning.result(bound))
@@ -300,9 +352,9 @@ def _plan(
         result=_result(result),
         compiles=result.compiles,
         target=where.name,
-        donate_argnums=donate_argnums,
-        static=static,
-        arguments=described(placed),
+        donate_argnums=asked.donate,
+        static=asked.static,
+        arguments=described(call),
         fingerprint=found.fingerprint,
         versions=versions(),
         spill=spill,
@@ -311,7 +363,7 @@ def _plan(
         grouping=found.grouping,
         undone=measurement.undone,
         updates_moved=chosen.saved,
-        _step=step_fn,
+        _step=asked,
         _call=call,
         _compiled=best.compiled,
         _store=store,

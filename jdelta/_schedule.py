@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 
-from jdelta._call import Call, call_of, several
+from jdelta._call import Call, call_of
 from jdelta._format import format_bytes
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
 from jdelta._hlo import parse
+from jdelta._jitted import jitted
 from jdelta._order import (
     Problem,
     arena,
@@ -98,9 +99,9 @@ def schedule(
     step_fn: Callable[..., Any] | jax.stages.Compiled,
     *args: Any,
     target: str | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     fused: bool = True,
 ) -> Schedule:
     """Order the operators of a step so that their peak is low, and lay out what they make.
@@ -129,11 +130,16 @@ def schedule(
         if args or target is not None:
             raise TypeError("a compiled step has its arguments and target: give no others")
         return _of_compiled(step_fn)
-    static = (*several(static_argnums), *several(static_argnames))
-    call = call_of(step_fn, static, args, {})
-    where = resolve(target, call.args)
+    step = jitted(
+        step_fn,
+        donate_argnums=donate_argnums,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+    )
+    call = call_of(step, args, {})
+    where = resolve(target, call.placed)
     call = call.abstract(where)
-    graph, donated = _staged(call, call.donated(several(donate_argnums)), where.platform)
+    graph, donated = _staged(call, call.donated(step.donate), where.platform)
     compiler = Compiler(where.platform) if fused else None
     problem = problem_of(graph, compiler, places_taken(graph, donated))
     return _schedule(problem, sum(graph.values[v].bytes for v in graph.given))

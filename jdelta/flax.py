@@ -13,6 +13,7 @@ from flax import nnx
 from flax.core import lift
 
 from jdelta._call import Call
+from jdelta._constant import Constant
 from jdelta._region import RegionPolicy, region
 
 
@@ -147,7 +148,9 @@ def without_objects(call: Call) -> Call:
         nnx.update(objects, _whole(after))
         return call.finish(out)
 
-    return replace(call, fun=fun, args=args, static=(call.static, graphdef), finish=finish)
+    out = None if call.out_shardings is None else (call.out_shardings, None)
+    static = call.static, Constant(graphdef)
+    return replace(call, fun=fun, args=args, static=static, out_shardings=out, finish=finish)
 
 
 def _parts(state: Any, count: int) -> list[Any]:

@@ -1,3 +1,4 @@
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,7 +9,13 @@ from jdelta._budget import Budget, parse_budget
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (1, Budget(bytes=1)),
+        (4096, Budget(bytes=4096)),
+        ("14gib", Budget(bytes=14 * 2**30)),
+        ("14 Gi", Budget(bytes=14 * 2**30)),
+        ("14G", Budget(bytes=14 * 10**9)),
+        (np.float32(0.5), Budget(share=0.5)),
+        (np.array(10**10), Budget(bytes=10**10)),
+        (jnp.float32(1.0), Budget(share=1.0)),
         (10**10, Budget(bytes=10**10)),
         ("14GiB", Budget(bytes=14 * 2**30)),
         ("14GB", Budget(bytes=14 * 10**9)),
@@ -32,6 +39,8 @@ def test_what_is_understood(given, expected):
     ("given", "says"),
     [
         (0, "above zero"),
+        (16, "did you mean '16GiB'"),
+        (np.True_, "got"),
         (-1, "above zero"),
         (-0.5, "above zero"),
         (float("nan"), "above zero"),

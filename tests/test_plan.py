@@ -232,7 +232,7 @@ def test_pinned_decisions():
 
 def test_below_the_floor():
     with pytest.raises(BudgetError, match="below the floor: with every residual") as caught:
-        jdelta.plan(step, 1, *arguments(), donate_argnums=0)
+        jdelta.plan(step, 2048, *arguments(), donate_argnums=0)
     floor = caught.value.floor
     with pytest.raises(BudgetError, match="below the floor: with every residual"):
         jdelta.plan(step, floor - 1, *arguments(), donate_argnums=0)

@@ -1,0 +1,252 @@
+"""Steps and what ``jax.jit`` is told of them, by the user or by what made the step already."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType, MethodType
+from typing import Any
+
+from jdelta._errors import ArgumentError
+
+Arguments = tuple[int | str, ...]
+"""Arguments of a step, by number or by name: ``(0, "cache")``."""
+
+_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+_NOT_TAKEN = {
+    "device": "place the arguments (jax.device_put), or name the target (target=)",
+    "backend": "name the target: target='cpu', 'cuda' or 'tpu'",
+    "keep_unused": "leave it out: what the step does not read counts as in jax.jit",
+    "inline": "leave it out: a planned step is a program of its own",
+    "abstracted_axes": "jdelta plans for shapes: call the step with each, it is planned for each",
+    "compiler_options": "set XLA_FLAGS, or LIBTPU_INIT_ARGS, for the whole process",
+}
+"""What ``jax.jit`` takes and jdelta does not, and what to write."""
+
+
+OPTIONS = (
+    "donate_argnums",
+    "donate_argnames",
+    "static_argnums",
+    "static_argnames",
+    "in_shardings",
+    "out_shardings",
+)
+"""What is taken of ``jax.jit``'s options."""
+
+
+@dataclass(frozen=True)
+class Jitted:
+    """A step and what ``jax.jit`` is told of it.
+
+    Attributes:
+        fun: The step itself, not jitted.
+        donate: Arguments whose buffers the results may take.
+        static: Arguments that are constants of the program.
+        in_shardings: Where the other arguments given by position are to be, a tree or the beginning
+            of one; None leaves them where they are.
+        out_shardings: Where the results are to be, likewise.
+        first: What stands before the arguments of a call: the object that a method belongs to.
+        filtered: Whether what is no array is a constant, as for ``eqx.filter_jit``.
+    """
+
+    fun: Callable[..., Any]
+    donate: Arguments = ()
+    static: Arguments = ()
+    in_shardings: Any = None
+    out_shardings: Any = None
+    first: tuple[Any, ...] = ()
+    filtered: bool = False
+
+    @functools.cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of a call, in order; none where the step does not tell."""
+        try:
+            found = list(inspect.signature(self.fun).parameters.items())
+        except (TypeError, ValueError):  # some callables have no signature
+            return MappingProxyType({})
+        return MappingProxyType(dict(found[len(self.first) :]))
+
+    @property
+    def name(self) -> str:
+        """What to call the step in messages."""
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+    @property
+    def positions(self) -> list[str]:
+        """Names of the parameters that may be given by position."""
+        return [name for name, p in self.parameters.items() if p.kind in _KINDS]
+
+    def is_open(self, kind: Any) -> bool:
+        """Whether the step takes any number of arguments of a kind, or does not tell."""
+        kinds = [p.kind for p in self.parameters.values()]
+        return not kinds or kind in kinds
+
+    def normal(self, option: str, given: Iterable[int | str]) -> Arguments:
+        """Arguments by number, or by name where they have no number.
+
+        Raises:
+            ArgumentError: The step has no such argument.
+        """
+        return tuple(dict.fromkeys(self._normal(option, argument) for argument in given))
+
+    def _normal(self, option: str, argument: int | str) -> int | str:
+        names = self.positions
+        if isinstance(argument, str):
+            if argument in names:
+                return names.index(argument)
+            if argument in self.parameters or self.is_open(inspect.Parameter.VAR_KEYWORD):
+                return argument
+        elif -len(names) <= argument < len(names):
+            return argument % len(names)
+        elif self.is_open(inspect.Parameter.VAR_POSITIONAL):
+            return argument
+        raise ArgumentError(
+            f"{option}: {self.name} has no argument {argument!r}; it takes "
+            f"{', '.join(self.parameters) or 'none'}."
+        )
+
+
+def jitted(
+    step: Callable[..., Any],
+    *,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+) -> Jitted:
+    """A step and what ``jax.jit`` is told of it.
+
+    What is not given is taken over from a step that ``jax.jit``, ``nnx.jit`` or ``eqx.filter_jit``
+    has made.
+
+    Raises:
+        ArgumentError: The step has no such argument, or is no function.
+    """
+    if not callable(step):
+        raise ArgumentError(
+            f"Expected a training step, a function, first; got {type(step).__name__}."
+        )
+    own = _taken_apart(step)
+    donate = together(donate_argnums, donate_argnames)
+    static = together(static_argnums, static_argnames)
+    return Jitted(
+        own.fun,
+        own.donate if donate is None else own.normal("donate_argnums", donate),
+        own.static if static is None else own.normal("static_argnums", static),
+        own.in_shardings if in_shardings is None else in_shardings,
+        own.out_shardings if out_shardings is None else out_shardings,
+        own.first,
+        own.filtered,
+    )
+
+
+def several(given: Any) -> tuple[Any, ...]:
+    """Numbers or names of arguments, where one alone may be given."""
+    return (given,) if isinstance(given, (int, str)) else tuple(given)
+
+
+def together(numbers: Any, names: Any) -> Arguments | None:
+    """Arguments given by number and by name; None where nothing is said."""
+    if numbers is None and names is None:
+        return None
+    given = (() if part is None else several(part) for part in (numbers, names))
+    return tuple(argument for part in given for argument in part)
+
+
+def check_options(step: Jitted | None, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse what is neither an option nor an argument of the step.
+
+    Args:
+        step: The step, if its arguments may be among the options.
+        options: What was given by name.
+        known: Names of the options.
+
+    Raises:
+        ArgumentError: Names what is not known, and what it might be.
+    """
+    takes_any = step is not None and step.is_open(inspect.Parameter.VAR_KEYWORD)
+    for name in options:
+        if name in known or takes_any or (step is not None and name in step.parameters):
+            continue
+        if name in _NOT_TAKEN:
+            raise ArgumentError(f"jdelta does not take jax.jit's {name}: {_NOT_TAKEN[name]}.")
+        near = difflib.get_close_matches(name, known, n=1)
+        maybe = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+        whose = f" nor an argument of {step.name}" if step is not None else ""
+        raise ArgumentError(f"{name!r} is no option of jdelta{whose}: {maybe}")
+
+
+def check_meant(step: Jitted, option: str, value: Any, kind: Any) -> None:
+    """Refuse an option that was meant for the step's argument of that name.
+
+    Raises:
+        ArgumentError: It was.
+    """
+    if value is not None and not isinstance(value, kind) and option in step.parameters:
+        raise ArgumentError(
+            f"{option}= is an option of jdelta, and {step.name} has an argument of that name too: "
+            f"got a {type(value).__name__}. Give the argument by position."
+        )
+
+
+def _taken_apart(step: Callable[..., Any]) -> Jitted:
+    """What ``jax.jit`` and its like were told when they made a step."""
+    info = getattr(getattr(step, "jitted_fn", step), "_jit_info", None)
+    if info is not None:
+        return _of_jit(step, info)
+    if "equinox" in sys.modules:
+        from jdelta import equinox
+
+        made = equinox.filter_jitted(step)
+        if made is not None:
+            return _filtered(*made)
+        if equinox.is_module(step):
+            return Jitted(_called, first=(step,))
+    if isinstance(step, MethodType) and "flax.nnx" in sys.modules:
+        from jdelta import flax
+
+        if flax.has_nnx_state(step.__self__):
+            return Jitted(step.__func__, first=(step.__self__,))
+    return Jitted(step)
+
+
+def _called(module: Any, *args: Any, **given: Any) -> Any:
+    return module(*args, **given)
+
+
+def _of_jit(step: Any, info: Any) -> Jitted:
+    inner = _taken_apart(step.__wrapped__)
+    given = info.in_shardings_leaves, info.out_shardings_leaves
+    trees = info.in_shardings_treedef, info.out_shardings_treedef
+    into, out = (
+        None if hasattr(step, "jitted_fn") else _places(tree, leaves)
+        for tree, leaves in zip(trees, given, strict=True)
+    )
+    return replace(
+        inner,
+        donate=inner.normal("donate_argnums", (*info.donate_argnums, *info.donate_argnames)),
+        static=inner.normal("static_argnums", (*info.static_argnums, *info.static_argnames)),
+        in_shardings=into,
+        out_shardings=out,
+    )
+
+
+def _places(tree: Any, leaves: Sequence[Any]) -> Any:
+    """Shardings that a step was jitted with; None where it was with none."""
+    said = [None if type(leaf).__name__ == "UnspecifiedValue" else leaf for leaf in leaves]
+    return None if all(leaf is None for leaf in said) else tree.unflatten(said)
+
+
+def _filtered(fun: Callable[..., Any], first: bool, rest: bool) -> Jitted:
+    inner = _taken_apart(fun)
+    count = len(inner.positions)
+    donate = tuple(i for i in range(count) if (first if i == 0 else rest))
+    return replace(inner, donate=donate, filtered=True)

@@ -1,0 +1,261 @@
+"""Steps are called, and told of donation, statics and shardings, as under ``jax.jit``."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdelta
+
+
+def step(state, x, *, scale=1.0):
+    """A step that decides about residuals; ``scale`` may come by name."""
+
+    def loss(w):
+        return scale * jnp.mean(jnp.tanh(jnp.sin(x @ w) @ w) ** 2)
+
+    value, grad = jax.value_and_grad(loss)(state["w"])
+    return {"w": state["w"] - 0.1 * grad}, value
+
+
+def start():
+    return {"w": jnp.linspace(-0.5, 0.5, 64).reshape(8, 8)}
+
+
+X = jnp.ones((16, 8)) / 8
+
+
+def same(got, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, expected)
+
+
+def test_donation_by_name_takes_the_buffer():
+    state = start()
+    same(jdelta.jit(step, budget="1GiB", donate_argnames="state")(state, X), step(start(), X))
+    assert state["w"].is_deleted()
+
+
+def test_a_call_by_name_donates_what_is_named_by_number():
+    state = start()
+    jdelta.jit(step, budget="1GiB", donate_argnums=0)(x=X, state=state)
+    assert state["w"].is_deleted()
+
+
+def test_keyword_only_arguments_are_donated_by_name():
+    def keyword(x, *, state):
+        return step(state, x)
+
+    state = start()
+    plan = jdelta.plan(keyword, "1GiB", X, state=state, donate_argnames="state")
+    plan.jit()(X, state=state)
+    assert plan.donate_argnums == ("state",)
+    assert state["w"].is_deleted()
+
+
+@pytest.mark.parametrize("option", ["donate_argnums", "static_argnums"])
+def test_arguments_that_the_step_lacks_are_refused(option):
+    with pytest.raises(jdelta.ArgumentError, match=r"step has no argument 5; it takes state, x"):
+        jdelta.jit(step, budget="1GiB", **{option: 5})
+
+
+def test_negative_numbers_count_from_the_end():
+    plan = jdelta.plan(lambda state, x: step(state, x), "1GiB", start(), X, donate_argnums=-2)
+    assert plan.donate_argnums == (0,)
+
+
+def test_a_decorator_with_arguments_keeps_the_name():
+    @jdelta.jit(budget="1GiB")
+    def named(state, x):
+        """What it does."""
+        return step(state, x)
+
+    same(named(start(), X), step(start(), X))
+    assert (named.__name__, named.__doc__) == ("named", "What it does.")
+    with pytest.raises(AttributeError, match="planned when it is called"):
+        _ = named.lower
+
+
+def test_methods_are_steps():
+    class Trainer:
+        @functools.partial(jdelta.jit, budget="1GiB", static_argnums=0)
+        def train(self, state, x):
+            return step(state, x)
+
+        @jdelta.jit(budget="1GiB")
+        @staticmethod
+        def alone(state, x):
+            return step(state, x)
+
+    same(Trainer().train(start(), X), step(start(), X))
+    same(Trainer().alone(start(), X), step(start(), X))
+
+
+def test_plan_takes_arguments_by_name():
+    plan = jdelta.plan(step, "1GiB", start(), x=X, scale=2.0)
+    same(plan.jit()(start(), X, scale=2.0), step(start(), X, scale=2.0))
+    assert any(line.startswith("state['w']: float32[8,8]") for line in plan.arguments)
+
+
+def test_what_is_neither_option_nor_argument_is_refused():
+    with pytest.raises(jdelta.ArgumentError, match="did you mean donate_argnums"):
+        jdelta.plan(lambda state, x: step(state, x), "1GiB", start(), X, donate_argnum=0)
+    with pytest.raises(jdelta.ArgumentError, match="did you mean host_budget"):
+        jdelta.jit(step, budget="1GiB", host_buget=0)
+    with pytest.raises(jdelta.ArgumentError, match=r"jax.jit's backend: name the target"):
+        jdelta.jit(step, budget="1GiB", backend="cpu")
+
+
+def test_an_argument_called_as_an_option_is_told_apart():
+    def labelled(state, target):
+        return step(state, target)
+
+    with pytest.raises(jdelta.ArgumentError, match="by position"):
+        jdelta.plan(labelled, "1GiB", start(), target=X)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
+def test_what_a_jitted_step_was_told_is_taken_over(jit):
+    def configured(state, x, mode):
+        assert mode == "train"
+        return step(state, x)
+
+    state = start()
+    jitted = jit(configured, donate_argnums=0, static_argnums=2)
+    same(jdelta.jit(jitted, budget="1GiB")(state, X, "train"), step(start(), X))
+    assert state["w"].is_deleted()
+    kept = start()
+    jdelta.jit(jitted, budget="1GiB", donate_argnums=())(kept, X, "train")
+    assert not kept["w"].is_deleted()
+
+
+def test_shardings_of_arguments_and_results():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    told = {"in_shardings": (everywhere, rows), "out_shardings": (rows, everywhere)}
+    plan = jdelta.plan(lambda state, x: step(state, x), "1GiB", start(), X, **told)
+    assert any("P(data) over data=4" in line for line in plan.arguments)
+    state, loss = plan.jit()(start(), X)
+    assert state["w"].sharding.spec == P("data")
+    same((state, loss), step(start(), X))
+    jitted = jax.jit(lambda state, x: step(state, x), **told)
+    assert jdelta.jit(jitted, budget="1GiB")(start(), X)[0]["w"].sharding.spec == P("data")
+
+
+def test_shardings_that_do_not_fit_are_refused():
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with pytest.raises(jdelta.ArgumentError, match="in_shardings has 3 parts"):
+        jdelta.plan(lambda a, b: step(a, b), "1GiB", start(), X, in_shardings=(place,) * 3)
+    with pytest.raises(jdelta.ArgumentError, match="expected a sharding"):
+        jdelta.plan(lambda a, b: step(a, b), "1GiB", start(), X, out_shardings=(P("data"), None))
+
+
+def test_forgotten_static_arguments_are_named():
+    def configured(state, x, config):
+        return step(state, x)
+
+    with pytest.raises(jdelta.ArgumentError, match=r"config\['mode'\] is a str.*static_argnames"):
+        jdelta.jit(configured, budget="1GiB")(start(), X, {"mode": "train"})
+    with pytest.raises(jdelta.ArgumentError, match="static argument config is a dict"):
+        jdelta.jit(configured, budget="1GiB", static_argnames="config")(start(), X, {})
+
+
+def test_other_shapes_and_deleted_arrays_are_named_as_the_user_does():
+    planned = jdelta.plan(step, "1GiB", start(), X).jit()
+    with pytest.raises(jdelta.PlanMismatchError, match=r"x: expected float32\[16,8\], came"):
+        planned(start(), X[:4])
+    state = start()
+    state["w"].delete()
+    with pytest.raises(jdelta.ArgumentError, match=r"state\['w'\] is there no more"):
+        planned(state, X)
+
+
+@dataclasses.dataclass
+class Config:
+    width: int
+
+
+class Model(nnx.Module):
+    def __init__(self, config, rngs):
+        self.config = config
+        self.linear = nnx.Linear(config.width, config.width, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(jnp.sin(self.linear(x)))
+
+    def train(self, x):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(self)
+        nnx.update(self, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(self), grads))
+        return loss
+
+
+def test_an_nnx_module_with_an_attribute_that_has_no_hash():
+    def train(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def losses(jit):
+        model = Model(Config(8), nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+        run = jit(train)
+        return [float(run(model, optimizer, X)) for _ in range(3)]
+
+    planned = jdelta.jit(train, budget="1GiB")
+    same(losses(lambda _: planned), losses(nnx.jit))
+    assert len(planned.plans) == 1
+
+
+def test_a_method_of_an_nnx_module_changes_the_module():
+    one, two = Model(Config(8), nnx.Rngs(0)), Model(Config(8), nnx.Rngs(0))
+    run = jdelta.jit(one.train, budget="1GiB")
+    same([run(X), run(X)], [two.train(X), two.train(X)])
+    same(nnx.state(one.linear), nnx.state(two.linear))
+
+
+class Net(eqx.Module):
+    layers: list
+    activation: object
+    name: str = "net"
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = self.activation(jax.vmap(layer)(x))
+        return x
+
+    def loss(self, x):
+        return jnp.mean(self(x) ** 2)
+
+
+def net():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return Net([eqx.nn.Linear(8, 8, key=key) for key in keys], jnp.tanh)
+
+
+def train_net(model, x):
+    loss, grads = eqx.filter_value_and_grad(lambda m: m.loss(x))(model)
+    return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), loss
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+@pytest.mark.parametrize("jit", [lambda f: f, functools.partial(eqx.filter_jit, donate="all")])
+def test_equinox_modules_are_passed_whole(jit):
+    run = jdelta.jit(jit(train_net), budget="1GiB")
+    (model, _), (expected, _) = run(net(), X), train_net(net(), X)
+    (model, loss), (_, wanted) = run(model, X), train_net(expected, X)
+    same(loss, wanted)
+    assert model.activation is jnp.tanh
+    assert len(run.plans) == 1
+
+
+def test_the_arrays_of_an_equinox_module_that_is_the_step_are_arguments():
+    plan = jdelta.plan(net().loss, "1GiB", X)
+    assert sum("float32[8,8]" in line for line in plan.arguments) == 3
+    same(plan.jit()(X), net().loss(X))
