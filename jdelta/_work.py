@@ -315,9 +315,9 @@ def _reflections(graph: Graph, op: Operation) -> float:
 
 @_rule("solution", "triangular_solve")
 def _triangular_solve(graph: Graph, op: Operation) -> float:
-    """Half as much as the product of the square matrix with the right-hand sides."""
+    """As many as the product of the square matrix with the right-hand sides, zeros included."""
     matrix = graph.values[op.inputs[0]]
-    return multiply_add_flops(matrix.dtype) / 2 * _size(graph, op.outputs) * matrix.local[-1]
+    return multiply_add_flops(matrix.dtype) * _size(graph, op.outputs) * matrix.local[-1]
 
 
 @_rule("solution", "tridiagonal_solve")

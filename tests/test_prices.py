@@ -203,7 +203,7 @@ def test_factorizations_take_the_cube_of_a_side():
     assert n_cubed(lax.linalg.cholesky) == pytest.approx(1 / 3, rel=0.1)
     assert n_cubed(lax.linalg.lu) == pytest.approx(2 / 3, rel=0.1)
     assert n_cubed(lambda x: lax.linalg.qr(x)) == pytest.approx(8 / 3, rel=0.1)
-    assert n_cubed(lambda x: solve(x, x)) == pytest.approx(1, rel=0.1)
+    assert n_cubed(lambda x: solve(x, x)) == pytest.approx(2, rel=0.1)
     assert n_cubed(lax.linalg.eigh) == pytest.approx(9, rel=0.1)
     assert n_cubed(lax.linalg.svd) == pytest.approx(22, rel=0.1)
 
@@ -214,7 +214,7 @@ def test_a_linear_solve_takes_what_its_way_of_solving_does():
     (solve,) = (op for op in program.operations if op.primitive == "custom_linear_solve")
     assert how_priced(solve.primitive)
     # One factorization and two triangles, a little of other things.
-    assert program_seconds(program, only, "") == pytest.approx((2 / 3 + 2) * 64**3, rel=0.15)
+    assert program_seconds(program, only, "") == pytest.approx((2 / 3 + 4) * 64**3, rel=0.15)
 
 
 def test_a_tridiagonal_system_takes_no_more_than_its_length():
