@@ -23,6 +23,7 @@ Which compiler needs which of these was measured: ``benchmarks/xla/transfers.py`
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -145,8 +146,10 @@ class _Timing:
         elapsed: Seconds of compute before each equation up to the first backward unit.
         head: Where in the head the first backward unit's values are fetched: the index of an
             equation, and its result that they wait for.
-        fetches: From a backward unit (its number) to the host values to fetch when it begins;
-            `HEAD` stands for the head.
+        fetches: From a backward unit (its number) to the host values to fetch when the one before
+            it ends; `HEAD` stands for the head.
+        own: From a backward unit to the host values that are made after the unit before it, by a
+            second forward pass: it fetches them itself.
         written: When the last copy to the host can be done, in seconds of compute.
         is_bound: Whether the copies to the host take longer than the compute that could hide them.
         in_turn: Whether fetches outside of loops wait for each other.
@@ -167,6 +170,7 @@ class _Timing:
     elapsed: list[float] = field(init=False, default_factory=list)
     head: tuple[int, Var] | None = field(init=False, default=None)
     fetches: dict[int, list[Var]] = field(init=False, default_factory=dict)
+    own: dict[int, list[Var]] = field(init=False, default_factory=dict)
     written: float = field(init=False, default=0.0)
     is_bound: bool = field(init=False, default=False)
     in_turn: bool = field(init=False, default=False)
@@ -185,7 +189,7 @@ class _Timing:
             self.elapsed = self._elapsed()
             self._time_copies()
             self.head = self._head() if self.tied and not self.least else None
-            self.fetches = self._fetches()
+            self.fetches, self.own = self._fetches()
         self.late = late_stacks(self.program, self._writes_late)
         self.stacked = [] if self.tied else self._stacked()
         ways = {"loops": self.tied, "vectors": self.offloads}
@@ -196,8 +200,8 @@ class _Timing:
         """Whether barriers time the copies of this platform."""
         return self.clock.platform in TIED
 
-    def _fetches(self) -> dict[int, list[Var]]:
-        """Issue each fetch as many units ahead as it takes to hide it."""
+    def _fetches(self) -> tuple[dict[int, list[Var]], dict[int, list[Var]]]:
+        """Issue each fetch as many units ahead as it takes to hide it, once its value is made."""
         into = [self._bytes(hosts) / self.clock.rates.host_to_device for hosts in self.needs]
         units = [_jax.single(self.eqns[index]) for index in self.units]
         compute = [self.clock.seconds(unit) for unit in units]
@@ -205,13 +209,22 @@ class _Timing:
         distance = 0 if self.least else 1 if bound_by_link else MOST_AHEAD
         self.in_turn = self.least or sum(into) >= IN_TURN * sum(compute)
         issued: dict[int, list[Var]] = defaultdict(list)
+        own: dict[int, list[Var]] = defaultdict(list)
+        made = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         for number, hosts in enumerate(self.needs):
             start, hidden = number, 0.0
             while start > max(0, number - distance) and hidden < into[number]:
                 start -= 1
                 hidden += compute[start]
-            issued[HEAD if number == 0 and self.head else start] += hosts
-        return issued
+            for v in hosts:
+                first = bisect.bisect(self.units, made.get(v, -1))  # the first unit after it
+                earliest = first + 1 if first else 0
+                if number < earliest:
+                    own[number].append(v)
+                else:
+                    head = number == 0 and self.head
+                    issued[HEAD if head else max(start, earliest)].append(v)
+        return issued, own
 
     def _head(self) -> tuple[int, Var] | None:
         """Where in the head the first fetch starts: an operand of a product, in memory anyway.
@@ -450,6 +463,8 @@ class _Evaluation:
         if number == 0:
             index = self.timing.units[0]
             self._fetch(0, self.timing.gradients.early.get(index) or start(eqn), env)
+        if number in self.timing.own:
+            self._bring(self.timing.own[number], start(eqn), env)
         body, _ = _transfer.with_fetched_inputs(_jax.subjaxpr(eqn))
         inputs = [
             self.device[v] if is_host(v) and v in self.device else x
@@ -467,8 +482,11 @@ class _Evaluation:
         return [env[v] for v in eqn.outvars]
 
     def _fetch(self, number: int, after: Sequence[Var], env: _jax.Env) -> None:
-        """Fetch what is due when a backward unit begins, ``after`` these values are there."""
-        hosts = self.timing.fetches.get(number, ())
+        """Fetch what is due before a backward unit, ``after`` these values are there."""
+        self._bring(self.timing.fetches.get(number, ()), after, env)
+
+    def _bring(self, hosts: Sequence[Var], after: Sequence[Var], env: _jax.Env) -> None:
+        """Fetch host values, ``after`` these values are there."""
         if after:
             tie((*after, *(hosts if self.timing.tied else ())), env)
         if self.stacks.slots and hosts:

@@ -646,3 +646,16 @@ def test_transfers_of_a_loop_run_behind_compute(target):
 @pytest.mark.parametrize("target", ["cuda:h100", AMPERE])
 def test_queries_of_a_gpt2_hide_in_a_loop(target):
     assert queries("gpt2 scanned", target, "offload").overlap.hidden > 0.95
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_second_forward_pass_makes_what_its_own_units_fetch(platform):
+    """As in sharpness-aware steps: the gradient at a point that another gradient leads to."""
+
+    def step(ws, x):
+        _, grads = stack(layer)(list(ws), x)
+        moved = [w + 0.1 * g for w, g in zip(ws, grads, strict=True)]
+        return stack(layer)(moved, x)
+
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    check(step, (stacked(3), x), platform)
