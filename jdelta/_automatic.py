@@ -26,7 +26,7 @@ from jdelta._naming import scope_path
 from jdelta._primitives import MATMULS
 from jdelta._region import Session, inside_region, is_inside, region
 from jdelta._scan import Scan
-from jdelta._segments import bytes_held, segments
+from jdelta._segments import bytes_held, loss_begins, segments
 
 LOOP_SHARE = 0.2
 """Part of what a program holds from which on a loop's body is cut, and is no part of a unit."""
@@ -91,14 +91,17 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
     inner = _jax.open_jaxpr(program)
     env: _jax.Env = dict(zip(inner.constvars, _jax.consts_of(program), strict=True))
     env.update(zip(inner.invars, args, strict=True))
-    units = list(_units(inner.eqns, trips))
+    ends_in_loss = trips == 1 and _is_loss(inner)
+    begin = loss_begins(inner.eqns) if ends_in_loss else len(inner.eqns)
+    units = list(_units(inner.eqns[:begin], trips))
     held = [sum(bytes_held(unit.eqns)) for unit in units]
     least = SMALL * max(held, default=0.0)
     loops = [i for i, unit in enumerate(units) if unit.is_loop]
     runs = [i for i, unit in enumerate(units) if not unit.is_apart]
     marked = {i for i in runs if held[i] > least}
-    if trips == 1 and loops and runs and runs[-1] > loops[-1] and _is_loss(inner):
+    if ends_in_loss and loops and runs and runs[-1] > loops[-1]:
         marked.discard(runs[-1])  # its backward pass is next: what it makes is at hand
+    units += [_Unit([eqn], is_apart=True) for eqn in inner.eqns[begin:]]
     done = 0
     for index, unit in enumerate(units):
         done += len(unit.eqns)

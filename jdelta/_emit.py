@@ -16,6 +16,7 @@ from jdelta import _jax, _rows
 from jdelta._automatic import tracing
 from jdelta._errors import OffloadError, PlanMismatchError
 from jdelta._format import format_some
+from jdelta._forward_first import with_forward_first
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
 from jdelta._jax import Jaxpr
@@ -129,6 +130,10 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         if step.store is not None:
             run, emitted = _spilled(step, traced, policy)
             traced = _again(step, traced, run)
+        flat = _jax.inline(traced.jaxpr)
+        ordered = with_forward_first(flat)
+        if ordered is not flat:
+            traced = _again(step, traced, functools.partial(_jax.evaluate, ordered))
         if is_timed(traced.jaxpr, platform, offloads=bool(policy.offloaded)):
             traced = _again(step, traced, _timed(step, traced, least=policy.least))
     if step.updates_in_loops:

@@ -5,6 +5,10 @@ alike. With some layers in an iteration every second (third, ...) layer is a reg
 loop over half of the layers reads the same stacked weights, viewed in another shape; two loops, one
 for each half, would need copies of them.
 
+Layers that are in no loop when compiled (``unroll=True``, the rest of a loop that runs several in
+an iteration) are evaluated one after the other, each with regions of its own: recompute in them has
+to be shielded from CSE, and they may have decisions of their own too.
+
 Where even what enters each layer does not fit, the layers of an iteration are a loop of their own,
 of which only what enters the first is kept: nested checkpoints, for one more forward pass.
 """
@@ -12,7 +16,7 @@ of which only what enters the first is kept: nested checkpoints, for one more fo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +48,7 @@ def grouped(
         xs: What each layer has a row of.
         length: Number of layers; default: that of the rows.
         reverse: Whether the last layer comes first.
-        unroll: Any but 1 leaves the loop as it is.
+        unroll: Any but 1 leaves the loop as it is, but for layers that are in none when compiled.
         **options: Other arguments of ``lax.scan``.
     """
     session: Session | None = _jax.current_session()
@@ -53,6 +57,17 @@ def grouped(
         return plain()
     regions = len(session.called)
     count = len(jax.tree.leaves(xs)[0]) if length is None else length
+    looped = _looped(count, unroll)
+    if looped < count and (carried := _carried_by(plain, session)) is not None:
+        inside, outside = _parts(xs, looped, count, reverse)
+        carry, stacks = jax.tree.map(_cast, init, carried), list[Any]()
+        if looped:
+            carry, ys = scan(f, carry, inside, looped, reverse, unroll, **options)
+            stacks.append(ys)
+            session.loops += len(session.called) > regions
+        carry, ys = _in_turn(f, carry, _unstacked(outside, count - looped), reverse)
+        stacks.insert(0 if reverse else len(stacks), ys)
+        return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *stacks)
     if (
         unroll == 1
         and count > session.grouping.layers > 1
@@ -69,6 +84,65 @@ def grouped(
         results = plain()
     session.loops += len(session.called) > regions
     return results
+
+
+def _looped(count: int, unroll: int | bool) -> int:
+    """How many layers are in a loop when compiled: a loop of one iteration is none."""
+    together = (count if unroll else 1) if isinstance(unroll, bool) else unroll
+    trips = count // max(1, together)
+    return trips * together if trips > 1 else 0
+
+
+def _carried_by(plain: Callable[[], Any], session: Session) -> Any:
+    """What a loop carries in the end, if regions run in it; else None."""
+    trial = Session(automatic=session.automatic)
+    with _jax.session_context(trial):
+        carried, _ = jax.eval_shape(plain)
+    return carried if trial.called else None
+
+
+def _parts(xs: Any, looped: int, count: int, reverse: bool) -> tuple[Any, Any]:
+    """The rows of the layers in a loop and of those after it."""
+    rest = count - looped
+    inside, outside = (rest, count), (0, rest)
+    if not reverse:
+        inside, outside = (0, looped), (looped, count)
+
+    def part(bounds: tuple[int, int]) -> Any:
+        if bounds == (0, count):
+            return xs
+        return jax.tree.map(lambda x: lax.slice_in_dim(x, *bounds), xs)
+
+    return part(inside), part(outside)
+
+
+def _cast(x: Any, like: Any) -> Any:
+    """A carry in the type that the loop carries it in."""
+    is_weak = getattr(jax.typeof(x), "weak_type", False)
+    return lax.convert_element_type(x, like.dtype) if is_weak else x
+
+
+def _unstacked(rows: Any, count: int) -> list[Any]:
+    """Each layer's rows. The gradient of a split is one stack; those of slices were ``count``."""
+
+    def one_by_one(x: Any) -> list[Any]:
+        if jnp.issubdtype(x.dtype, jnp.inexact) and not _jax.on_host(jax.typeof(x)):
+            return [lax.squeeze(part, [0]) for part in lax.split(x, [1] * count)]
+        return [lax.index_in_dim(x, i, keepdims=False) for i in range(count)]
+
+    leaves, tree = jax.tree.flatten(rows)
+    parts = [one_by_one(jnp.asarray(x)) for x in leaves]
+    return [jax.tree.unflatten(tree, [part[i] for part in parts]) for i in range(count)]
+
+
+def _in_turn(
+    f: Callable[..., Any], carry: Any, rows: Sequence[Any], reverse: bool
+) -> tuple[Any, Any]:
+    """Run a loop's layers one after the other, in no loop."""
+    made: list[Any] = [None] * len(rows)
+    for i in reversed(range(len(rows))) if reverse else range(len(rows)):
+        carry, made[i] = f(carry, rows[i])
+    return carry, jax.tree.map(lambda *ys: jnp.stack(ys), *made)
 
 
 def _is_stack(f: Callable[..., Any], init: Any, xs: Any, session: Session) -> bool:
@@ -98,11 +172,8 @@ def _several(
         return scan(f, carry, rows, count, reverse)
 
     def in_turn(carry: Any, rows: Any) -> Any:
-        made: list[Any] = [None] * count
-        for i in reversed(range(count)) if reverse else range(count):
-            row = jax.tree.map(functools.partial(lax.index_in_dim, index=i, keepdims=False), rows)
-            carry, made[i] = f(carry, row)
-        return carry, jax.tree.map(lambda *ys: jnp.stack(ys), *made)
+        picks = (functools.partial(lax.index_in_dim, index=i, keepdims=False) for i in range(count))
+        return _in_turn(f, carry, [jax.tree.map(pick, rows) for pick in picks], reverse)
 
     if not session.grouping.nested:
         return in_turn

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from jdelta import _jax
 from jdelta._jax import Eqn, Var
-from jdelta._primitives import CHEAP, FREE, MATMULS, VIEWS
+from jdelta._primitives import CHEAP, FREE, LOOPS, MATMULS, VIEWS
 
 MOST_CUTS = 384
 """Places for cuts that are looked at."""
@@ -58,6 +58,34 @@ def segments(eqns: Sequence[Eqn], trips: int = 1) -> list[range]:
     best = next(choice for choice in choices if choice.bytes <= enough)
     cuts = [places[i] for i in best.cuts]
     return [range(a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def loss_begins(eqns: Sequence[Eqn]) -> int:
+    """Where the loss at the end of a program begins: what comes after the last product, made small.
+
+    Its backward pass is next, so it is no part of a unit: a unit that ended in it would have to
+    compute all of the model's last values again before the first of its gradients. It begins where
+    the fewest bytes cross, in front of what makes them fewer.
+
+    Args:
+        eqns: The equations of a program that results in a scalar.
+    """
+    heavy = (i for i, eqn in enumerate(eqns) if _has_products(eqn))
+    begin = max(heavy, default=-1) + 1
+    reduced = (i for i in range(begin, len(eqns)) if _is_reduction(eqns[i]))
+    crossing = _crossing(_lives(eqns), len(eqns))
+    places = range(begin, next(reduced, len(eqns) - 1) + 1)
+    return min(places, key=lambda i: crossing[i], default=len(eqns)) if begin else len(eqns)
+
+
+def _has_products(eqn: Eqn) -> bool:
+    inside = (e for body in _jax.subjaxprs(eqn) for e in _jax.equations(body))
+    return any(e.primitive.name in MATMULS | LOOPS for e in (eqn, *inside))
+
+
+def _is_reduction(eqn: Eqn) -> bool:
+    read = max((_jax.bytes_of(v) for v in eqn.invars if _jax.is_var(v)), default=0)
+    return 2 * sum(map(_jax.bytes_of, eqn.outvars)) < read
 
 
 @dataclass(frozen=True)
@@ -124,11 +152,7 @@ def _places(lives: Sequence[_Life], count: int) -> list[int]:
     Where those are too many, the best of each neighbourhood: a part of the program in which values
     are small has no more of them than another.
     """
-    crossing = np.zeros(count + 1)
-    for life in lives:
-        crossing[life.made + 1] += life.bytes
-        crossing[life.read + 1] -= life.bytes
-    crossing = np.cumsum(crossing)
+    crossing = _crossing(lives, count)
     inside = [
         i
         for i in range(1, count)
@@ -137,6 +161,15 @@ def _places(lives: Sequence[_Life], count: int) -> list[int]:
     together = -(-len(inside) // MOST_CUTS) or 1
     neighbours = (inside[i : i + together] for i in range(0, len(inside), together))
     return [0, *(min(some, key=lambda i: crossing[i]) for some in neighbours), count]
+
+
+def _crossing(lives: Sequence[_Life], count: int) -> _Sizes:
+    """Bytes made before each equation, and before the end, that are read there or later."""
+    crossing = np.zeros(count + 1)
+    for life in lives:
+        crossing[life.made + 1] += life.bytes
+        crossing[life.read + 1] -= life.bytes
+    return np.cumsum(crossing)
 
 
 def _kept(lives: Sequence[_Life], places: Sequence[int]) -> _Sizes:
@@ -168,7 +201,9 @@ def _best(kept: _Sizes, held: _Sizes, limit: float) -> _Choice:
         allowed = units <= limit
         allowed[-1] = True
         costs = np.where(allowed, least[:end] + kept[:end, end], np.inf)
-        before[end] = int(costs.argmin())
+        # The last of equal ones: what a unit begins with is made by the one before, and so kept
+        # already when it is computed again.
+        before[end] = end - 1 - int(costs[::-1].argmin())
         least[end] = costs[before[end]]
     cuts = [size - 1]
     while cuts[-1]:

@@ -11,9 +11,11 @@ import jdelta
 from jdelta import Decision, _jax, _segments
 from jdelta._automatic import tracing
 from jdelta._emit import Step, emit
+from jdelta._forward_first import with_forward_first
 from jdelta._region import Session
-from jdelta._segments import bytes_held, segments
+from jdelta._segments import bytes_held, loss_begins, segments
 from jdelta._target import resolve
+from tests.compilers import TARGETS
 from tests.frameworks import FORMS, STEPS
 from tests.planning import planned, under
 
@@ -127,7 +129,108 @@ def test_the_last_unit_after_a_loop_is_left_alone():
 
     some, everything = (planned(step, 0.5, *args)[1].keys() for step in (gradient, pulled))
     assert {"unit/tanh", "head/exp"} < set(everything)
-    assert set(some) == set(everything) - {"head/exp"}
+    assert set(some) == {name for name in everything if not name.startswith("head/")}
+
+
+def blocks(loss, block=lambda x, w: x + jnp.tanh(x @ w[0]) @ w[1]):
+    """A step of three layers."""
+
+    def step(ws, x):
+        def total(ws):
+            y = x
+            for w in ws:
+                y = block(y, w)
+            return loss(y)
+
+        return jax.value_and_grad(total)(ws)
+
+    shapes = [(jnp.ones((64, 256)), jnp.ones((256, 64)))] * 3
+    return step, (shapes, jnp.ones((512, 64)))
+
+
+def recomputed(step, args):
+    """The step under a plan that keeps nothing, flat: its equations."""
+    found, decisions = planned(step, 0.0, *args)
+    program = jax.make_jaxpr(under(found, decisions, step))(*args)
+    return _jax.open_jaxpr(with_forward_first(_jax.inline(program))).eqns
+
+
+def test_the_loss_is_no_part_of_the_last_unit():
+    """Else its backward pass would begin with the last product of the model, computed again."""
+    step, args = blocks(lambda y: jnp.mean(y**2))
+    backward = [e for e in recomputed(step, args) if _jax.is_shielded(e)]
+    products = [
+        sum(e.primitive.name == "dot_general" for e in _jax.open_jaxpr(_jax.subjaxpr(b)).eqns)
+        for b in backward
+    ]
+    # One product is computed again, and two have two derivatives each; the input has none.
+    assert products == [5, 5, 4]
+
+
+@pytest.mark.parametrize(
+    "block", [lambda x, w: x + jnp.tanh(x @ w[0]) @ w[1], jnp.multiply], ids=["product", "none"]
+)
+def test_where_a_loss_begins(block):
+    closed = jax.make_jaxpr(lambda x, w: jnp.mean(block(x, w) ** 2))(
+        jnp.ones((8, 8)),
+        (jnp.ones((8, 16)), jnp.ones((16, 8))) if block is not jnp.multiply else 2.0,
+    )
+    eqns = _jax.open_jaxpr(_jax.inline(closed)).eqns
+    begin = loss_begins(eqns)
+    names = [e.primitive.name for e in eqns[begin:]]
+    assert names == ([] if block is jnp.multiply else ["add", "integer_pow", "reduce_sum", "div"])
+
+
+@pytest.mark.parametrize(("loss", "ties"), [(jnp.sum, 1), (lambda y: jnp.sum(y**2), 0)])
+def test_recompute_waits_for_the_forward_pass(loss, ties):
+    """The cotangent of a sum is there before what is summed up."""
+    step, args = blocks(loss, jdelta.remat(lambda x, w: x + jnp.tanh(x @ w[0]) @ w[1]))
+    eqns = recomputed(step, args)
+    barriers = [e for e in eqns if e.primitive.name == "optimization_barrier"]
+    assert len(barriers) == ties
+    first = next(e for e in eqns if _jax.is_shielded(e))
+    for barrier in barriers:
+        assert not set(barrier.outvars).isdisjoint(v for v in first.invars if _jax.is_var(v))
+        assert () in [v.aval.shape for v in barrier.outvars]
+    got = jax.jit(under(*planned(step, 0.0, *args), step))(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(step(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", ["mask", "scale"])
+def test_the_floor_of_layers_with_random_bits_is_that_of_recompute_by_hand(kind, target):
+    def block(x, up, down, key):
+        h = jax.nn.silu(x @ up)
+        noise = jax.random.uniform(key, h.shape)
+        h = jnp.where(noise < 0.8, h, 0) if kind == "mask" else h * noise
+        return x + h @ down
+
+    def step_of(block):
+        def step(ws, x, key):
+            def loss(ws):
+                y = x
+                for i, (up, down) in enumerate(ws):
+                    y = block(y, up, down, jax.random.fold_in(key, i))
+                return jnp.mean(y**2)
+
+            value, grads = jax.value_and_grad(loss)(ws)
+            return jax.tree.map(lambda w, g: w - g, ws, grads), value
+
+        return step
+
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+    weights = [(shape(512, 2048), shape(2048, 512))] * 3
+    args = weights, shape(16384, 512), jax.eval_shape(lambda: jax.random.key(0))
+    options = {"target": target, "host_budget": 0, "donate_argnums": 0}
+    by_hand = jdelta.plan(step_of(jax.checkpoint(block)), None, *args, **options).compiled_peak
+    for unit in (block, jdelta.remat(block)):
+        with pytest.raises(jdelta.BudgetError) as caught:
+            jdelta.plan(step_of(unit), "1MiB", *args, **options)
+        assert caught.value.floor <= 1.02 * by_hand
 
 
 # Frameworks

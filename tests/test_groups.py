@@ -275,3 +275,78 @@ def test_nested_checkpoints_reach_below_the_floor(target, tmp_path):
     assert least.compiled_peak <= nested.value.floor
     assert not more.grouping.nested
     assert more.overhead < 0.6 * least.overhead
+
+
+# Layers that are in no loop when they are compiled
+
+UNROLLED = 5
+
+
+def unrolled(unroll, *, reverse=False, marked=True):
+    """A step whose layers draw random numbers, and stack what they measure."""
+
+    def layer(x, row):
+        w, key = row
+        y = x + jnp.tanh(x @ w) * jax.random.normal(key, x.shape)
+        return y, jnp.mean(y)
+
+    def step(w, keys, x):
+        def loss(w):
+            body = jdelta.remat(layer) if marked else layer
+            y, means = jax.lax.scan(body, x, (w, keys), reverse=reverse, unroll=unroll)
+            return jnp.mean(y**2) + jnp.sum(means**2), means
+
+        return jax.value_and_grad(loss, has_aux=True)(w)
+
+    w = 0.1 * jax.random.normal(jax.random.key(0), (UNROLLED, 64, 64))
+    return step, (w, jax.random.split(jax.random.key(1), UNROLLED), jnp.ones((8, 64)))
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("reverse", [True, False])
+@pytest.mark.parametrize(
+    ("unroll", "looped", "count"), [(1, 1, 1), (2, 1, 2), (3, 0, 5), (UNROLLED, 0, 5), (True, 0, 5)]
+)
+def test_layers_in_no_loop_are_regions_of_their_own(unroll, looped, count, reverse, marked):
+    """Two in an iteration leave a fifth; a loop of one iteration is none to the compiler."""
+    step, args = unrolled(unroll, reverse=reverse, marked=marked)
+    found, decisions = planned(step, 0.3, *args)
+    assert sum(region.nest.loops for region in found.regions) == looped
+    assert len(found.regions) == count
+    assert Decision.RECOMPUTE in decisions.values()
+    got = jax.jit(under(found, decisions, step))(*args)
+    assert_equal(got, jax.jit(step)(*args))
+
+
+def test_a_loop_of_one_layer_is_none():
+    step, (w, keys, x) = unrolled(1)
+    found = trace(step, w[:1], keys[:1], x)
+    assert [region.nest.loops for region in found.regions] == [0]
+
+
+def test_a_carry_keeps_the_type_that_the_loop_gives_it():
+    def step(w, x):
+        def layer(carry, w):
+            x, total = carry
+            y = jdelta.remat(jnp.tanh)(x @ w)
+            return (y, total + jnp.sum(y)), None
+
+        def loss(w):
+            (_, total), _ = jax.lax.scan(layer, (x, 0.0), w, unroll=True)
+            return total
+
+        return jax.value_and_grad(loss)(w)
+
+    args = jnp.ones((3, 8, 8), jnp.bfloat16), jnp.ones((4, 8), jnp.bfloat16)
+    found, decisions = planned(step, 0.0, *args)
+    got, expected = (jax.eval_shape(f, *args) for f in (under(found, decisions, step), step))
+    assert got == expected
+
+
+def test_a_loop_that_is_unrolled_is_planned_on_cpus():
+    if jax.__version_info__ < (0, 12):
+        pytest.skip("XLA for CPUs undoes recompute outside of loops")
+    step, (w, keys, _) = unrolled(True)
+    plan = jdelta.plan(step, 0.7, w, keys, jax.ShapeDtypeStruct((4096, 64), jnp.float32))
+    assert plan.compiled_peak <= plan.budget < plan.ceiling
+    assert not plan.undone
