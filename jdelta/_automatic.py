@@ -2,7 +2,8 @@
 
 While such a step is traced, every function that it differentiates is staged first, cut into units
 (``_segments.py``), and evaluated again with each unit as a region. The bodies of large loops are
-cut likewise. So everything else sees a step that was marked by hand. What has to happen once (an
+cut likewise. What the user put a ``jax.checkpoint`` around (``nn.remat``, ``nnx.remat``) is a unit
+as it is. So everything else sees a step that was marked by hand. What has to happen once (an
 ``io_callback``, a write to a mutable ref) is in no unit: it stays where it is, between them.
 """
 
@@ -73,7 +74,7 @@ def with_regions(fun: Callable[..., Any]) -> Callable[..., Any]:
         with inside_region():
             run = _jax.outside_of(arrays_only) if session.outside else arrays_only
             closed, _ = _jax.stage(run, *args)
-        arrays = iter(_evaluate(_jax.inline(closed), jax.tree.leaves(args), 1))
+        arrays = iter(_evaluate(_jax.inline(closed, _is_unit), jax.tree.leaves(args), 1))
         tree, others = static
         return jax.tree.unflatten(tree, [x[0] if x else next(arrays) for x in others])
 
@@ -98,8 +99,9 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
     least = SMALL * max(held, default=0.0)
     loops = [i for i, unit in enumerate(units) if unit.is_loop]
     runs = [i for i, unit in enumerate(units) if not unit.is_apart]
-    marked = {i for i in runs if held[i] > least}
-    if ends_in_loss and loops and runs and runs[-1] > loops[-1]:
+    wished = {i for i in runs if _is_unit(units[i].eqns[0])}
+    marked = {i for i in runs if held[i] > least} | wished
+    if ends_in_loss and loops and runs and runs[-1] > loops[-1] and runs[-1] not in wished:
         marked.discard(runs[-1])  # its backward pass is next: what it makes is at hand
     units += [_Unit([eqn], is_apart=True) for eqn in inner.eqns[begin:]]
     done = 0
@@ -118,8 +120,8 @@ class _Unit:
 
     Attributes:
         eqns: The equations, in order.
-        is_loop: Whether it is a large loop: its body is cut.
-        is_apart: Whether it is no unit of recompute: a large loop, or what has to happen once.
+        is_loop: Whether it is a loop with units of its own: its body is cut.
+        is_apart: Whether it is no unit of recompute: such a loop, or what has to happen once.
     """
 
     eqns: Sequence[Eqn]
@@ -133,14 +135,28 @@ def _units(eqns: Sequence[Eqn], trips: int) -> Iterator[_Unit]:
     large = LOOP_SHARE * sum(held)
     begin = 0
     for end, eqn in enumerate([*eqns, None]):
-        is_loop = eqn is not None and eqn.primitive.name == "scan" and held[end] > large
+        is_scan = eqn is not None and eqn.primitive.name == "scan"
+        is_loop = is_scan and (held[end] > large or _has_units(eqn))
         is_apart = eqn is None or is_loop or _jax.happens_once(eqn)
-        if is_apart and begin < end:
+        is_alone = is_apart or _is_unit(eqn)
+        if is_alone and begin < end:
             for s in segments(eqns[begin:end], trips):
                 yield _Unit(eqns[begin + s.start : begin + s.stop])
-        if is_apart and eqn is not None:
-            yield _Unit([eqn], is_loop, is_apart=True)
-        begin = end + 1 if is_apart else begin
+        if is_alone and eqn is not None:
+            yield _Unit([eqn], is_loop, is_apart)
+        begin = end + 1 if is_alone else begin
+
+
+def _is_unit(eqn: Eqn) -> bool:
+    """Whether the user marked a unit: a ``jax.checkpoint``, not one around a loop of others."""
+    if not _jax.is_checkpoint(eqn) or _jax.happens_once(eqn):
+        return False
+    inside = _jax.equations(_jax.subjaxpr(eqn))
+    return not any(_has_units(e) for e in inside if e.primitive.name == "scan")
+
+
+def _has_units(loop: Eqn) -> bool:
+    return any(map(_jax.is_checkpoint, _jax.equations(loop.params["jaxpr"])))
 
 
 def _is_loss(inner: Jaxpr) -> bool:
@@ -162,7 +178,7 @@ def _unit(eqns: Sequence[Eqn], later: set[Var], env: _jax.Env, *, marked: bool) 
     out = [v for eqn in eqns for v in eqn.outvars if _jax.is_var(v) and v in later]
     moving = [v for v in out if marked and jnp.issubdtype(v.aval.dtype, jnp.inexact)]
     if moving:
-        program = _jax.program_of(eqns, moving)
+        program = _jax.inline(_jax.program_of(eqns, moving))
         run = region(functools.partial(_jax.evaluate, program), _scope(eqns))
         inputs = _jax.read(env, _jax.open_jaxpr(program).invars)
         env.update(zip(moving, run(*inputs), strict=True))
@@ -177,9 +193,10 @@ def _unit(eqns: Sequence[Eqn], later: set[Var], env: _jax.Env, *, marked: bool) 
 def _loop(eqn: Eqn, env: _jax.Env) -> list[Any]:
     """Evaluate a ``scan`` whose body has its units as regions."""
     loop = Scan.of(eqn, _jax.read(env, eqn.invars))
+    body = _jax.inline(eqn.params["jaxpr"], _is_unit)
 
     def step(carry: Any, rows: Any) -> Any:
-        outputs = _evaluate(loop.body, [*loop.consts, *carry, *rows], loop.length)
+        outputs = _evaluate(body, [*loop.consts, *carry, *rows], loop.length)
         return outputs[: loop.n_carry], outputs[loop.n_carry :]
 
     carry, stacked = loop.scan(step, loop.carry, loop.xs)
@@ -187,11 +204,18 @@ def _loop(eqn: Eqn, env: _jax.Env) -> list[Any]:
 
 
 def _scope(eqns: Sequence[Eqn]) -> str:
-    """The module that a unit is in, by the scopes of its products; else ``unit``."""
+    """The module that a unit is in, by the scopes of its products; else ``unit``.
+
+    What the user marked has the name of its function if it is in no module.
+    """
+    name = "unit"
+    if len(eqns) == 1 and _is_unit(eqns[0]):
+        name = _jax.function_name(_jax.subjaxpr(eqns[0])) or name
+        eqns = _jax.open_jaxpr(_jax.inline(_jax.subjaxpr(eqns[0]))).eqns or eqns
     products = [eqn for eqn in eqns if eqn.primitive.name in MATMULS]
     paths = [scope_path(_jax.name_stack(eqn)) for eqn in products or eqns]
     shared = len(paths[0])
     for path in paths:
         same = itertools.takewhile(bool, (a == b for a, b in zip(path, paths[0], strict=False)))
         shared = min(shared, sum(same))
-    return "/".join(paths[0][:shared]) or "unit"
+    return "/".join(paths[0][:shared]) or name

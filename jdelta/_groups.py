@@ -16,7 +16,7 @@ of which only what enters the first is kept: nested checkpoints, for one more fo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,8 @@ def grouped(
             carry, ys = scan(f, carry, inside, looped, reverse, unroll, **options)
             stacks.append(ys)
             session.loops += len(session.called) > regions
-        carry, ys = _in_turn(f, carry, _unstacked(outside, count - looped), reverse)
+        rows = _unstacked(outside, count - looped)
+        carry, ys = _in_turn(f, carry, rows.__getitem__, len(rows), reverse)
         stacks.insert(0 if reverse else len(stacks), ys)
         return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *stacks)
     if (
@@ -136,12 +137,12 @@ def _unstacked(rows: Any, count: int) -> list[Any]:
 
 
 def _in_turn(
-    f: Callable[..., Any], carry: Any, rows: Sequence[Any], reverse: bool
+    f: Callable[..., Any], carry: Any, row: Callable[[int], Any], count: int, reverse: bool
 ) -> tuple[Any, Any]:
-    """Run a loop's layers one after the other, in no loop."""
-    made: list[Any] = [None] * len(rows)
-    for i in reversed(range(len(rows))) if reverse else range(len(rows)):
-        carry, made[i] = f(carry, rows[i])
+    """Run layers one after the other, in no loop; ``row`` gives what each of them has."""
+    made: list[Any] = [None] * count
+    for i in reversed(range(count)) if reverse else range(count):
+        carry, made[i] = f(carry, row(i))
     return carry, jax.tree.map(lambda *ys: jnp.stack(ys), *made)
 
 
@@ -172,8 +173,10 @@ def _several(
         return scan(f, carry, rows, count, reverse)
 
     def in_turn(carry: Any, rows: Any) -> Any:
-        picks = (functools.partial(lax.index_in_dim, index=i, keepdims=False) for i in range(count))
-        return _in_turn(f, carry, [jax.tree.map(pick, rows) for pick in picks], reverse)
+        def row(i: int) -> Any:
+            return jax.tree.map(lambda x: lax.index_in_dim(x, i, keepdims=False), rows)
+
+        return _in_turn(f, carry, row, count, reverse)
 
     if not session.grouping.nested:
         return in_turn

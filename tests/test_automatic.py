@@ -197,6 +197,76 @@ def test_recompute_waits_for_the_forward_pass(loss, ties):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+def own(x, w):
+    """What the tests below put a `jax.checkpoint` around."""
+    return x + jnp.tanh(x @ w[0]) @ w[1]
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize("around", ["nothing", "a call", "a loop"])
+def test_what_the_user_checkpoints_is_a_unit(policy, around):
+    unit = jax.checkpoint(own, policy=policy)
+    step, args = blocks(lambda y: jnp.mean(y**2), jax.jit(unit) if around == "a call" else unit)
+    if around == "a loop":
+
+        def step(ws, x):
+            def loss(ws):
+                return jnp.mean(jax.lax.scan(lambda x, w: (unit(x, w), None), x, ws)[0] ** 2)
+
+            return jax.value_and_grad(loss)(ws)
+
+        args = jax.tree.map(lambda *ws: jnp.stack(ws), *args[0]), args[1]
+    found, decisions = planned(step, 0.5, *args)
+    names = ["own"] if around == "a loop" else ["own_0", "own_1", "own_2"]
+    assert [region.name for region in found.regions] == names
+    got = jax.jit(under(found, decisions, step))(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(step(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_a_unit_in_a_module_has_its_name():
+    def block(x, w):
+        with jax.named_scope("mlp"):
+            return own(x, w)
+
+    step, args = blocks(lambda y: jnp.mean(y**2), jax.checkpoint(block))
+    assert [r.name for r in planned(step, 0.5, *args)[0].regions] == ["mlp_0", "mlp_1", "mlp_2"]
+
+
+def test_a_checkpoint_around_a_loop_of_others_leaves_the_units_to_these():
+    def step(ws, x):
+        def loss(ws):
+            def stack(x):
+                return jax.lax.scan(lambda x, w: (jax.checkpoint(own)(x, w), None), x, ws)[0]
+
+            return jnp.mean(jax.checkpoint(stack)(x) ** 2)
+
+        return jax.grad(loss)(ws)
+
+    _, (ws, x) = blocks(jnp.sum)
+    found = planned(step, 0.5, jax.tree.map(lambda *ws: jnp.stack(ws), *ws), x)[0]
+    assert [(region.name, region.nest.loops) for region in found.regions] == [("own", 1)]
+
+
+def test_the_floor_of_a_step_with_checkpoints_is_no_higher_than_its_own_peak():
+    """In a loop, where XLA for CPUs honours recompute."""
+
+    def step(ws, x):
+        def loss(ws):
+            body = jax.checkpoint(lambda x, w: (own(x, w), None))
+            return jnp.mean(jax.lax.scan(body, x, ws)[0] ** 2)
+
+        return jax.grad(loss)(ws)
+
+    shapes = [jax.ShapeDtypeStruct((6, 64, 256), jnp.float32)]
+    shapes.append(jax.ShapeDtypeStruct((6, 256, 64), jnp.float32))
+    args = shapes, jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    plain = jdelta.plan(step, None, *args).ceiling
+    with pytest.raises(jdelta.BudgetError) as caught:
+        jdelta.plan(step, "1MiB", *args)
+    assert caught.value.floor <= 1.02 * plain
+
+
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", ["mask", "scale"])

@@ -26,6 +26,7 @@ from jdelta._jax.bodies import equations as equations
 from jdelta._jax.bodies import first_once as first_once
 from jdelta._jax.bodies import inline as inline
 from jdelta._jax.bodies import is_call as is_call
+from jdelta._jax.bodies import is_checkpoint as is_checkpoint
 from jdelta._jax.bodies import label as label
 from jdelta._jax.bodies import may_inline as may_inline
 from jdelta._jax.bodies import programs_in as programs_in
@@ -71,6 +72,7 @@ from jdelta._jax.programs import consts_of as consts_of
 from jdelta._jax.programs import dependents as dependents
 from jdelta._jax.programs import evaluate as evaluate
 from jdelta._jax.programs import evaluate_with as evaluate_with
+from jdelta._jax.programs import function_name as function_name
 from jdelta._jax.programs import hoist_consts as hoist_consts
 from jdelta._jax.programs import leaked as leaked
 from jdelta._jax.programs import open_jaxpr as open_jaxpr

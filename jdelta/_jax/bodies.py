@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax.extend.core import primitives
+
 from jdelta._jax.checkpoint import is_shielded, plain, remat3_body
 from jdelta._jax.effects import effects_of, effects_on, happens_once
 from jdelta._jax.equation import DEBUG, REGION, is_backward, within
@@ -110,8 +112,24 @@ def label(eqn: Eqn) -> str:
     return eqn.primitive.name
 
 
-def inline(closed: Jaxpr) -> Jaxpr:
-    """The program with its calls replaced by their bodies, shielded recompute left as it is."""
+def is_checkpoint(eqn: Eqn) -> bool:
+    """Whether the equation is a ``jax.checkpoint`` that nothing has differentiated."""
+    is_remat = eqn.primitive is primitives.remat_p and not eqn.params["differentiated"]
+    return is_remat or remat3_body(eqn) is not None
+
+
+def nothing(_: Eqn) -> bool:
+    """That no equation is meant."""
+    return False
+
+
+def inline(closed: Jaxpr, left: Callable[[Eqn], bool] = nothing) -> Jaxpr:
+    """The program with its calls replaced by their bodies, shielded recompute left as it is.
+
+    Args:
+        closed: The program.
+        left: Which calls are left as they are too.
+    """
     eqns: list[Eqn] = []
     became: dict[Var, Atom] = {}
     new_consts: dict[Var, Any] = {}
@@ -121,7 +139,7 @@ def inline(closed: Jaxpr) -> Jaxpr:
 
     def visit(inner: Sequence[Eqn]) -> None:
         for eqn in inner:
-            if may_inline(eqn) and not is_shielded(eqn):
+            if may_inline(eqn) and not is_shielded(eqn) and not left(eqn):
                 call(eqn)
                 continue
             outvars = [new_var(v.aval) if is_var(v) else v for v in eqn.outvars]

@@ -43,6 +43,13 @@ def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def function_name(jaxpr: Jaxpr) -> str:
+    """The function that a program was traced from; empty where it is not known."""
+    info = getattr(open_jaxpr(jaxpr), "debug_info", None)
+    name = getattr(info, "func_name", "") or ""
+    return name.strip("<>")
+
+
 def consts_of(jaxpr: Jaxpr) -> list[Any]:
     """Constants of a closed jaxpr; of an open one, none."""
     return list(getattr(jaxpr, "consts", ()))
