@@ -1,5 +1,6 @@
 """Random training steps: units of random operations, in random loops, and their derivatives."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,6 +114,57 @@ def called(x):
     return jnp.tanh(x) * jnp.sin(x)
 
 
+SHIFT = jnp.linspace(-1.0, 1.0, WIDTH)
+
+
+def closed_over(x):
+    """A function made anew, which closes over a constant and over what is traced."""
+    level = jnp.tanh(x).mean()
+    return jax.checkpoint(lambda y: jnp.sin(y + SHIFT) * level)(x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scaled_by(factor, x):
+    return factor * jnp.sin(x)
+
+
+scaled_by.defvjp(
+    lambda factor, x: (scaled_by(factor, x), jnp.cos(x)),
+    lambda factor, kept, g: (factor * kept * g,),
+)
+
+
+def told(x):
+    """An effect that may happen at any time, any number of times."""
+    jax.debug.callback(lambda value: None, x.sum())
+    return jnp.tanh(x)
+
+
+def written(x):
+    """Through a mutable array, which nothing outside sees."""
+    ref = jax.new_ref(jnp.zeros_like(x))
+    ref[...] = jnp.sin(x)
+    return ref[...] * x
+
+
+def looped_twice(x):
+    """A loop in a loop, the inner one written out."""
+
+    def inner(y, _):
+        return jnp.tanh(y) + 0.1 * x, None
+
+    def outer(y, _):
+        return lax.scan(inner, y, None, length=2, unroll=True)[0], None
+
+    return lax.scan(outer, x, None, length=2)[0]
+
+
+def drawn(x):
+    """Bits of a key that the unit makes."""
+    key = jax.random.split(jax.random.fold_in(KEY, 3))[1]
+    return x + jnp.where(jax.random.uniform(key, x.shape) > 0.3, jnp.sin(x), 0.0)
+
+
 UNARY: dict[str, Callable[[Any], Any]] = {
     "tanh": jnp.tanh,
     "softmax": jax.nn.softmax,
@@ -131,10 +183,22 @@ UNARY: dict[str, Callable[[Any], Any]] = {
     "associative_scan": lambda x: lax.associative_scan(jnp.multiply, jnp.cos(x)),
     "stopped": lambda x: lax.stop_gradient(jnp.sin(x)) * x,
     "checkpoint": jax.checkpoint(lambda x: jnp.sin(jnp.tanh(x))),
+    "checkpoint with a policy": jax.checkpoint(
+        lambda x: jnp.sin(jnp.tanh(x) @ x.T) @ x, policy=jax.checkpoint_policies.dots_saveable
+    ),
+    "checkpoint that saves names": jax.checkpoint(
+        lambda x: jnp.sin(checkpoint_name(jnp.tanh(x), "own")),
+        policy=jax.checkpoint_policies.save_only_these_names("own"),
+    ),
+    "closure": closed_over,
+    "custom_vjp with a constant": functools.partial(scaled_by, 0.5),
+    "debug callback": told,
     "vmap": jax.vmap(lambda row: row * jnp.tanh(row @ row)),
     "rng": dropped,
     "noise": noisy,
+    "drawn": drawn,
     "scan": along_rows,
+    "scan of scans": looped_twice,
     "fori_loop": powers,
     "while_loop": searched,
     "cond": branching,
@@ -150,6 +214,7 @@ UNARY: dict[str, Callable[[Any], Any]] = {
     "fft": spectrum,
     "conv": convolved,
     "jit": called,
+    **({"ref": written} if hasattr(jax, "new_ref") else {}),
 }
 BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": jnp.add,
@@ -249,12 +314,23 @@ def branched(unit, ws, x):
     return unit(w, y)[0], 0.0
 
 
+def checkpointed(unit, ws, x):
+    """Every second unit has a checkpoint of the user's own."""
+    ways, total = (unit, jax.checkpoint(unit)), 0.0
+    for i in range(LAYERS):
+        x, aux = ways[i % 2](jax.tree.map(lambda w, i=i: w[i], ws), x)
+        total += jnp.sum(aux["side"][:, 0] * aux["place"])
+    return x, total
+
+
 LAYER_FORMS = {
     "unrolled": unrolled,
+    "checkpointed": checkpointed,
     "shared": shared,
     "scan": scanned,
     "reversed scan": functools.partial(scanned, reverse=True),
     "scan unrolled by two": functools.partial(scanned, unroll=2),
+    "scan unrolled whole": functools.partial(scanned, unroll=True),
     "scan of scans": twice_scanned,
     "vmap": vmapped,
     "cond": branched,
@@ -294,6 +370,8 @@ def arguments():
 def forms(layers):
     """Forms whose units follow each other as ``layers`` says."""
     kinds = [*UNARY, *BINARY, *PRODUCTS, *PRODUCTS]
+    if layers == "checkpointed" and "ref" in kinds:
+        kinds.remove("ref")  # jax.checkpoint takes no refs
     turn = 5 * sorted(LAYER_FORMS).index(layers)  # examples are the same in every test
     places = st.integers(0, 9)
     return st.builds(
@@ -307,4 +385,10 @@ def forms(layers):
         st.sampled_from(["nothing", "micro-batches", "per example"]),
         st.sampled_from([(0,), (1,), (0, 1)]),
         st.booleans(),
-    )
+    ).map(unmarked_with_refs)
+
+
+def unmarked_with_refs(form):
+    """What writes to a ref must happen once, so it is in no marked unit."""
+    has_refs = any(op.kind == "ref" for op in form.ops)
+    return dataclasses.replace(form, marked=form.marked and not has_refs)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 
 import jax
 import numpy as np
@@ -26,6 +27,11 @@ from tests.spilling import open_store
 
 TARGET = resolve("tpu:v5e:2x2")
 WAYS = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
+EXAMPLES = int(os.environ.get("JDELTA_RANDOM_STEPS", "0"))
+"""Steps of each form, others in every run; without it a few that are always the same."""
+SETTINGS = settings(
+    max_examples=EXAMPLES or 2, deadline=None, derandomize=not EXAMPLES, phases=[Phase.generate]
+)
 DECISIONS = st.lists(st.sampled_from(WAYS), min_size=1, max_size=12)
 
 
@@ -101,5 +107,29 @@ def test_what_enters_a_unit_is_moved_where_it_is_said_to_be_read(layers, tmp_pat
         moved = {place.name for place in emit(planned_step, policy).spilled.places.values()}
         read = {r.name for r in priced if r.boundary and r.needed}
         assert {r.name for r in priced if {r.name, r.entering} & moved} == read
+
+    run()
+
+
+@pytest.mark.parametrize("layers", LAYER_FORMS)
+def test_plans_are_within_their_budgets(layers):
+    """Or there is an error with a floor; from end to end, as people call it."""
+
+    @SETTINGS
+    @given(forms(layers), st.sampled_from([0.3, 0.5, 0.7, 0.9]))
+    def run(form, share):
+        args = arguments()
+        step = step_of(form, jdelta.remat)
+        try:
+            plan = jdelta.plan(step, share, *args)
+        except jdelta.BudgetError as error:
+            floor = error.floor
+        else:
+            floor = plan.floor
+            assert plan.compiled_peak <= plan.budget
+            expected = jax.jit(step_of(dataclasses.replace(form, marked=False), None))(*args)
+            check(plan.jit()(*args), expected)
+        assert floor is not None
+        assert floor > 0
 
     run()
