@@ -19,10 +19,7 @@ TESTED = "layers", "control_flow", "autodiff", "custom_rules", "effects", "modes
 SLACK = 64
 """Bytes by which two compiles of one program may differ: what buffers are aligned to."""
 
-_DISABLE_JIT = "a plan made and run while jits are disabled says that the arguments are others"
-KNOWN = {
-    "modes.disable_jit:recomputed": _DISABLE_JIT,
-}
+KNOWN: dict[str, str] = {}
 """What is not right yet, and why: by the program, and after a colon the test."""
 
 
