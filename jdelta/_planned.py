@@ -73,6 +73,7 @@ class PlannedStep:
         try:
             results = self._results(call.args)
         except (TypeError, ValueError, RuntimeError) as error:
+            refuse_tracers(call)
             _check_alive(call, error)
             if isinstance(error, RuntimeError):
                 raise

@@ -50,8 +50,21 @@ _BUDGET_IS_LEFT = (
 Pins: TypeAlias = Mapping[str, Decision | str] | Callable[..., Any]
 
 _NO_PINS: Pins = MappingProxyType({})
-_OPTIONS = (*OPTIONS, *"target solver host_budget pin per_layer spill reorder history".split())
 _SOLVERS: Mapping[str, Solver] = {"knapsack": Knapsack(), "milp": Milp()}
+
+_KINDS: Mapping[str, tuple[Any, ...]] = {
+    "target": (str,),
+    "solver": (str, Solver),
+    "host_budget": (int, str),
+    "pin": (Mapping, Callable),
+    "per_layer": (bool,),
+    "spill": (str, os.PathLike, Spill),
+    "reorder": (bool,),
+    "history": (History,),
+}
+"""What may be given for each of jdelta's own options."""
+
+_OPTIONS = (*OPTIONS, *_KINDS)
 
 
 @overload
@@ -208,17 +221,19 @@ def plan(
     )
     options: dict[str, Any] = {
         "target": target,
-        "solver": _solver(solver),
+        "solver": solver,
         "host_budget": host_budget,
         "pin": pin,
         "per_layer": per_layer,
-        "spill": None if spill is None else Spill.of(spill),
+        "spill": spill,
         "reorder": reorder,
         "history": history,
     }
     check_options(step, given, _OPTIONS)
-    check_meant(step, "target", target, str)
-    check_meant(step, "spill", spill, (str, os.PathLike, Spill))
+    for option, kinds in _KINDS.items():
+        check_meant(step, option, options[option], kinds)
+    options["solver"] = _solver(solver)
+    options["spill"] = None if spill is None else Spill.of(spill)
     if budget is not None:
         parse_budget(budget)
     if not args and not given:

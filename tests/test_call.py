@@ -117,8 +117,13 @@ def test_an_argument_called_as_an_option_is_told_apart():
     def labelled(state, target):
         return step(state, target)
 
-    with pytest.raises(jdelta.ArgumentError, match="by position"):
+    def continued(state, history):
+        return step(state, history)
+
+    with pytest.raises(jdelta.ArgumentError, match=r"target= is an option.*by position"):
         jdelta.plan(labelled, "1GiB", start(), target=X)
+    with pytest.raises(jdelta.ArgumentError, match=r"history= is an option.*by position"):
+        jdelta.plan(continued, "1GiB", start(), history=X)
 
 
 @pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
