@@ -132,7 +132,7 @@ def test_static_arguments_by_number(searches, number):
         assert ws["up"].is_deleted()
         assert not x.is_deleted()
         assert len(searches) == count
-    with pytest.raises(TypeError, match="unhashable"):
+    with pytest.raises(TypeError, match="static argument power is a list, which has no hash"):
         planned([2], *arguments())
 
 
@@ -161,15 +161,15 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (arguments(64), r"args\[1\]: expected float32\[256,16\], came float32\[64,16\]"),
+        (arguments(64), r"x: expected float32\[256,16\], came float32\[64,16\]"),
         (
             jax.tree.map(lambda a: a.astype(jnp.bfloat16), arguments()),
-            r"\['down'\]: expected float32\[6,16,16\], came bfloat16\[6,16,16\].*args\[1\]: ",
+            r"\['down'\]: expected float32\[6,16,16\], came bfloat16\[6,16,16\].*x: ",
         ),
-        ((*arguments(), 0.2), r"args\[2\]: expected none, came float32\[\]"),
+        ((*arguments(), 0.2), r"rate: expected none, came float32\[\]"),
         (
             ({**arguments()[0], "bias": jnp.zeros(3)}, arguments()[1]),
-            r"args\[0\]\['bias'\]: expected none, came float32\[3\]",
+            r"ws\['bias'\]: expected none, came float32\[3\]",
         ),
     ],
 )
@@ -181,9 +181,7 @@ def test_other_arguments_are_named(saved, args, says):
 def test_a_changed_shape_after_the_first_call_is_named(saved):
     planned = saved.jit(step)
     check(planned(*arguments()), jax.jit(step)(*arguments()))
-    with pytest.raises(
-        PlanMismatchError, match=r"args\[1\]: expected float32\[256,16\], came float32\[8"
-    ):
+    with pytest.raises(PlanMismatchError, match=r"x: expected float32\[256,16\], came float32\[8"):
         planned(*arguments(8))
 
 
