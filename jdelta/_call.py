@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,10 +57,16 @@ class Call:
         """The arguments, as shapes where they have to move."""
         if self.in_shardings is None:
             return self.args
+        self._check_traceable()
         return _over(self.in_shardings, self.args, "in_shardings", _moved)
 
     def abstract(self, target: Target) -> Call:
-        """The call with shapes in place of arrays, placed on a target."""
+        """The call with shapes in place of arrays, placed on a target.
+
+        Raises:
+            ArgumentError: An argument is nothing that JAX traces.
+        """
+        self._check_traceable()
         out = _places(self.out_shardings, target.sharding)
         args = target.abstract(self.placed)
         return replace(self, args=args, in_shardings=None, out_shardings=out, finish=_as_they_are)
@@ -74,13 +79,25 @@ class Call:
             if name in donate or (number is not None and number in donate)
         )
 
+    def _check_traceable(self) -> None:
+        """Refuse arguments that JAX cannot trace, by the user's names."""
+        for name, arg in zip(self.names, self.args, strict=True):
+            for path, leaf in jax.tree.leaves_with_path(arg):
+                if not _is_traceable(leaf):
+                    where = f"{name}{jax.tree_util.keystr(path)}"
+                    raise ArgumentError(
+                        f"The argument {where} is a {type(leaf).__name__} ({leaf!r:.40}), which "
+                        "JAX cannot trace: expected arrays, numbers, or trees of them. If the "
+                        f"program depends on it, make it static: static_argnames={name!r}."
+                    )
+
 
 def call_of(step: Jitted, args: Sequence[Any], given: Mapping[str, Any]) -> Call:
     """A call ``step(*args, **given)``.
 
     Raises:
         TypeError: The step does not take these arguments.
-        ArgumentError: A static argument has no hash, or another one is nothing to trace.
+        ArgumentError: A static argument has no hash.
     """
     args, given = _bound(step, args, given)
     fixed = _fixed(step, args, given)
@@ -113,7 +130,6 @@ def call_of(step: Jitted, args: Sequence[Any], given: Mapping[str, Any]) -> Call
         from jdelta import flax
 
         call = flax.without_objects(call)
-    _check_traceable(step, call)
     return call
 
 
@@ -123,7 +139,7 @@ def _bound(
     """The arguments by position as far as the step takes them so."""
     if not given or not step.parameters:
         return args, given
-    bound = inspect.Signature(list(step.parameters.values())).bind(*args, **given)
+    bound = step.signature.bind(*args, **given)
     return bound.args, bound.kwargs
 
 
@@ -135,9 +151,8 @@ def _name(step: Jitted, number: int) -> str:
 
 def _fixed(step: Jitted, args: Sequence[Any], given: Mapping[str, Any]) -> dict[int | str, Any]:
     """The static arguments of a call."""
-    static = step.normal("static_argnums", step.static)
-    fixed: dict[int | str, Any] = {i: x for i, x in enumerate(args) if i in static}
-    fixed |= {name: x for name, x in given.items() if name in static}
+    fixed: dict[int | str, Any] = {i: x for i, x in enumerate(args) if i in step.static}
+    fixed |= {name: x for name, x in given.items() if name in step.static}
     for key, value in fixed.items():
         try:
             hash(value)
@@ -149,23 +164,6 @@ def _fixed(step: Jitted, args: Sequence[Any], given: Mapping[str, Any]) -> dict[
                 "or close over it: functools.partial."
             ) from error
     return fixed
-
-
-def _check_traceable(step: Jitted, call: Call) -> None:
-    """Refuse arguments that JAX cannot trace, by the user's names.
-
-    Raises:
-        ArgumentError: There is one.
-    """
-    for name, arg in zip(call.names, call.args, strict=True):
-        for path, leaf in jax.tree.leaves_with_path(arg):
-            if not _is_traceable(leaf):
-                where = f"{name}{jax.tree_util.keystr(path)}"
-                raise ArgumentError(
-                    f"{step.name}: the argument {where} is a {type(leaf).__name__} ({leaf!r:.40}), "
-                    "which JAX cannot trace: expected arrays, numbers, or trees of them. "
-                    f"If the program depends on it, make it static: static_argnames={name!r}."
-                )
 
 
 def _is_traceable(leaf: Any) -> bool:

@@ -77,7 +77,12 @@ class Jitted:
         """What to call the step in messages."""
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
-    @property
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """The parameters of a call, to bind one to."""
+        return inspect.Signature(list(self.parameters.values()))
+
+    @functools.cached_property
     def positions(self) -> list[str]:
         """Names of the parameters that may be given by position."""
         return [name for name, p in self.parameters.items() if p.kind in _KINDS]

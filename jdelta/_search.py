@@ -135,8 +135,8 @@ class Search:
 
         It is compiled too where nothing can be decided: there is no other program then.
         """
-        undecided = bool(self.items.residuals)
-        if budget.share is not None or not undecided or self._may_fit(budget):
+        is_only = not self.items.residuals
+        if budget.share is not None or is_only or self._may_fit(budget):
             self._plain = self._compile(self._plain)
         return budget.bytes or int((budget.share or 1.0) * self._plain.peak)
 

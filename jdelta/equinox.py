@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
 
-from jdelta._call import Call
 from jdelta._constant import Constant, unwrapped
+
+if TYPE_CHECKING:
+    from jdelta._call import Call
 
 
 def is_module(leaf: Any) -> bool:

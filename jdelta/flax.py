@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import linen as nn
 from flax import nnx
 from flax.core import lift
 
-from jdelta._call import Call
 from jdelta._constant import Constant
 from jdelta._region import RegionPolicy, region
+
+if TYPE_CHECKING:
+    from jdelta._call import Call
 
 
 def mark_class(
