@@ -10,6 +10,7 @@ import pytest
 
 import jdelta
 from jdelta import Decision, OffloadError
+from jdelta._compiles import History
 from jdelta._emit import Step
 from jdelta._items import items_of
 from jdelta._pins import Pins
@@ -258,7 +259,8 @@ def searched(step, pin):
     found = trace(step, *args)
     priced = [r for region in found.regions for r in residuals(region, target)]
     items = items_of(priced, target, math.inf, Pins(pin))
-    return Search(Step(step, args, (), target, found.aliases), items, found, Knapsack())
+    made = Step(step, args, (), target, found.aliases)
+    return Search(made, items, found, Knapsack(), History())
 
 
 def large_penalty(w):
