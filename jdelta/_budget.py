@@ -48,6 +48,21 @@ def parse_budget(budget: object) -> Budget:
     """Read a budget.
 
     Raises:
+        BudgetError: It is zero, negative, not finite, not understood, or bytes that no step fits.
+    """
+    parsed = parse_size(budget)
+    if parsed.bytes and parsed.bytes < _GIBIBYTES and str(budget).isdecimal():
+        raise BudgetError(
+            f"budget {budget!r} is {parsed.bytes} bytes, which no step fits; did you mean "
+            f"'{parsed.bytes}GiB'? {_EXPECTED}"
+        )
+    return parsed
+
+
+def parse_size(budget: object) -> Budget:
+    """Read a size, or a share, in all forms that a budget has.
+
+    Raises:
         BudgetError: It is zero, negative, not finite, or not understood.
     """
     if isinstance(budget, str):
@@ -56,11 +71,6 @@ def parse_budget(budget: object) -> Budget:
     if not math.isfinite(number) or number <= 0:
         raise BudgetError(f"budget must be above zero; got {budget!r}; {_EXPECTED}")
     if isinstance(number, int):
-        if number < _GIBIBYTES:
-            raise BudgetError(
-                f"budget {budget!r} is {number} bytes, which no step fits; did you mean "
-                f"'{number}GiB'? {_EXPECTED}"
-            )
         return Budget(bytes=number)
     if number <= 1:
         return Budget(share=number)
@@ -91,7 +101,7 @@ def parse_host_budget(host_budget: object) -> int:
     if host_budget == 0:
         return 0
     try:
-        size = parse_budget(host_budget).bytes
+        size = parse_size(host_budget).bytes
     except BudgetError:
         size = None
     if size is None:
@@ -108,7 +118,7 @@ def _parse_text(text: str) -> Budget:
         raise BudgetError(f"budget {text!r} is not understood; {_EXPECTED}")
     number, unit = float(match[1]), match[2].lower()
     if not unit and not match[1].isdecimal():
-        return parse_budget(number)
+        return parse_size(number)
     if unit == "%":
         if not 0 < number <= 100:
             raise BudgetError(f"budget {text!r}: a share lies above 0% and at most at 100%")

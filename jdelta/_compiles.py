@@ -28,6 +28,10 @@ the error was, at the floor and at 60 % of the plain peak: on CUDA 0 and 0 (GPT-
 (Llama), -183 and -66 (ResNet-50), -65 and -64 (BERT), -16 and -271 (MLP)."""
 
 
+NEAR = 0.1
+"""Part of a predicted peak by which the compiled one may differ from it and count as foretold."""
+
+
 class Program(NamedTuple):
     """A compiled program.
 
@@ -93,6 +97,12 @@ class Compiles:
         self.count = 0
         self._programs: dict[tuple[Grouping, Policy | None], Program] = {}
         self._known = known
+
+    @property
+    def are_foretold(self) -> bool:
+        """Whether each program took what was predicted, to `NEAR`."""
+        programs = [p for p in self._programs.values() if not p.measurement.refused]
+        return all(abs(p.predicted - p.measurement.peak) <= NEAR * p.predicted for p in programs)
 
     def has(self, grouping: Grouping, policy: Policy | None) -> bool:
         """Whether the program was compiled already."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jdelta._budget import parse_budget
+from jdelta._budget import parse_size
 from jdelta._errors import BudgetError, SpillError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def endurance(
         SpillError: An amount is not above zero, or not understood.
     """
     try:
-        rated = parse_budget(rated_writes).bytes
+        rated = parse_size(rated_writes).bytes
     except BudgetError:
         rated = None
     seconds = plan.step_seconds + plan.overhead if step_seconds is None else step_seconds

@@ -202,29 +202,47 @@ class Search:
         """What was found, with its floor compiled and no higher than any peak that was reached.
 
         Simulated floors were up to 28 % too low, and on TPUs, where a small step stays in on-chip
-        memory, below zero once corrected by larger plans.
+        memory, below zero once corrected by larger plans. So one that was not compiled is called an
+        estimate, and is taken only after four programs that each took what was predicted.
         """
         if found.best.decisions is None:
             return found
-        floor, near = self._floor(), self.items
-        # A plan that does what it says is no worse for a floor that the compiler fails at.
-        with contextlib.suppress(OffloadError, SpillError, jax.errors.JaxRuntimeError):
-            floor = self._compile(floor)
-            if self.items.deep and self._is_small:
-                floor = self._deep_floor(floor)
-        self.items = near
-        known = [] if floor.measurement is None else [floor.peak]
-        known += filter(None, [self._compiles.least, found.best.peak])
-        plain = self._plain.measurement and self._plain.peak
-        least = min(known if plain is None else [*known, plain])
-        estimates = tuple(e for e in found.estimates if e != "floor" or floor.measurement is None)
+        floor, plain = self._settled_floor(), self._plain.measurement and self._plain.peak
+        known = [self._compiles.least, found.best.peak, plain]
+        known += [None if "floor" in found.estimates else found.floor]
+        least = min(self._expected(floor), *filter(None, known))
+        called = {"floor": floor.measurement is None, "ceiling": plain is None}
         return replace(
             found,
-            floor=min(least, found.floor) if "floor" not in found.estimates else least,
+            floor=least,
             ceiling=max(least, found.ceiling if plain is None else plain),
-            estimates=tuple(e for e in estimates if e != "ceiling" or plain is None),
+            estimates=tuple(e for e in found.estimates if called[e]),
             compiles=self._compiles.count,
         )
+
+    def _settled_floor(self) -> Candidate:
+        """Everything recomputed; of a small step also with what enters units on the host.
+
+        Not compiled where what was compiled took what was predicted: the first of the two after
+        four programs, the second after the first.
+        """
+        floor, near = self._floor(), self.items
+        is_sure = self._compiles.count >= MOST_COMPILES and self._compiles.are_foretold
+        # A plan that does what it says is no worse for a floor that the compiler fails at.
+        with contextlib.suppress(OffloadError, SpillError, jax.errors.JaxRuntimeError):
+            if not is_sure or self._was_compiled(floor):
+                floor = self._compile(floor)
+            if self.items.deep and self._is_small:
+                are_foretold = self._compiles.are_foretold
+                floor = self._expected_deep(floor) if are_foretold else self._deep_floor(floor)
+        self.items = near
+        return floor
+
+    def _expected_deep(self, floor: Candidate) -> Candidate:
+        """The floor with what enters the units on the host too, if less is predicted for that."""
+        self.items = self.items.with_boundaries()
+        deep = self._floor(least=True)
+        return deep if self._expected(deep) < self._expected(floor) else floor
 
     def _found(self, best: Candidate, bound: int, floor: Candidate) -> Found:
         """The outcome, its floor and ceiling as far as they are known by now."""

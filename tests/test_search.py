@@ -80,7 +80,7 @@ def uses_the_budget(deviation, share, target, monkeypatch):
     plan = jdelta.plan(step, share, ws, x, target=target)
     assert 0.93 * plan.budget <= plan.compiled_peak <= plan.budget
     assert plan.floor <= plan.compiled_peak
-    assert not plan.estimates
+    assert plan.estimates in ((), ("floor",))  # compiled, or each program is foretold
     assert plan.compiles <= 5  # that of the floor too
 
 

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 
-from jdelta._budget import parse_budget
+from jdelta._budget import parse_size
 from jdelta._errors import BudgetError, SpillError
 from jdelta._spill.adapter import Adapter
 
@@ -97,7 +97,7 @@ def _positive(name: str, number: float | None) -> None:
 
 def _bytes(name: str, size: int | str) -> int:
     try:
-        parsed = parse_budget(size).bytes
+        parsed = parse_size(size).bytes
     except BudgetError:
         parsed = None
     if parsed is None:
