@@ -254,9 +254,9 @@ def test_below_the_floor_of_an_unrolled_step_on_a_cpu_says_why(monkeypatch):
     assert "undoes" not in str(scanned.value)
 
 
-def test_what_was_compiled_is_not_called_predicted(half):
-    assert half.estimates == ()
-    assert re.search(r"floor \S+ \S+, plain step \S+ \S+\)", str(half))
+def test_what_was_not_compiled_is_called_predicted(half):
+    assert half.estimates == ("floor",)
+    assert re.search(r"floor \S+ \S+ predicted, plain step \S+ \S+\)", str(half))
 
 
 @pytest.mark.parametrize(
