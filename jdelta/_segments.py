@@ -61,17 +61,18 @@ def segments(eqns: Sequence[Eqn], trips: int = 1) -> list[range]:
 
 
 def loss_begins(eqns: Sequence[Eqn]) -> int:
-    """Where the loss at the end of a program begins: what comes after the last product, made small.
+    """Where the loss at the end of a program begins: after the last product, made small.
 
     Its backward pass is next, so it is no part of a unit: a unit that ended in it would have to
     compute all of the model's last values again before the first of its gradients. It begins where
-    the fewest bytes cross, in front of what makes them fewer.
+    the fewest bytes cross, in front of what makes them fewer, and after all that the user has named:
+    a name is there to be decided about.
 
     Args:
         eqns: The equations of a program that results in a scalar.
     """
-    heavy = (i for i, eqn in enumerate(eqns) if _has_products(eqn))
-    begin = max(heavy, default=-1) + 1
+    ours = (i for i, eqn in enumerate(eqns) if _has_products(eqn) or _jax.named_value(eqn))
+    begin = max(ours, default=-1) + 1
     reduced = (i for i in range(begin, len(eqns)) if _is_reduction(eqns[i]))
     crossing = _crossing(_lives(eqns), len(eqns))
     places = range(begin, next(reduced, len(eqns) - 1) + 1)

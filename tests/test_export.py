@@ -225,7 +225,7 @@ def test_policies_are_asked_with_jaxs_own_objects():
         drawn[prim.name] = avals
         return True
 
-    jdelta.plan(STEPS["loop"][0], None, *STEPS["loop"][1], pin=of_keys)
+    jdelta.plan(STEPS["nn.scan"][0], None, *STEPS["nn.scan"][1], pin=of_keys)
     assert any(jnp.issubdtype(a.dtype, jax.dtypes.prng_key) for a in drawn["random_bits"])
 
 

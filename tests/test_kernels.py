@@ -142,7 +142,7 @@ def factors(h):
 KINDS = {
     "custom_vjp": (hidden, "erf_inv", 1),
     "custom_jvp": (bent, "erf_inv", 1),
-    "dot_product_attention": (attention, "reduce_max", 1),
+    "dot_product_attention": (attention, "exp", 1),
     "pallas": (pallas_softmax, "pallas_call", 1),
     "cond": (branches, "exp", 1),
     "fixed loop": (fixed_loop, "exp", 1),
