@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +22,9 @@ from jax import lax
 from jdelta import _jax
 from jdelta._groups import grouped
 from jdelta._jax import Eqn, Jaxpr, Var
-from jdelta._naming import scope_path
-from jdelta._primitives import MATMULS
+from jdelta._modules import ClosedOver, Weight, module_paths, with_modules
 from jdelta._region import Session, inside_region, is_inside, region
+from jdelta._region_names import UNNAMED, Named, named
 from jdelta._scan import Scan
 from jdelta._segments import bytes_held, loss_begins, segments
 
@@ -37,8 +36,15 @@ SMALL = 1 / 256
 
 
 @contextlib.contextmanager
-def tracing(session: Session) -> Generator[None]:
-    """Trace a step for a session: its regions found and its loops grouped, if the session says."""
+def tracing(session: Session, *args: Any) -> Generator[None]:
+    """Trace a step for a session: its regions found and its loops grouped, if the session says.
+
+    Args:
+        session: The session.
+        *args: The step's arguments as they are traced, which tell the modules of those weights
+            that a differentiated function closes over.
+    """
+    session.arguments = ClosedOver(args)
     with (
         _jax.session_context(session),
         _jax.VJP.replaced(_differentiated),
@@ -74,11 +80,18 @@ def with_regions(fun: Callable[..., Any]) -> Callable[..., Any]:
         with inside_region():
             run = _jax.outside_of(arrays_only) if session.outside else arrays_only
             closed, _ = _jax.stage(run, *args)
-        arrays = iter(_evaluate(_jax.inline(closed, _is_unit), jax.tree.leaves(args), 1))
+        program = _jax.inline(closed, _is_unit)
+        weights = [*session.weights(_jax.consts_of(program)), *_trained(args)]
+        arrays = iter(_evaluate(with_modules(program, weights), jax.tree.leaves(args), 1))
         tree, others = static
         return jax.tree.unflatten(tree, [x[0] if x else next(arrays) for x in others])
 
     return rewritten
+
+
+def _trained(args: Any) -> list[Weight]:
+    """The weights that a function is differentiated with respect to."""
+    return [Weight(path) for path in module_paths(args, depth=1)]
 
 
 def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
@@ -99,6 +112,7 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
     least = SMALL * max(held, default=0.0)
     loops = [i for i, unit in enumerate(units) if unit.is_loop]
     runs = [i for i, unit in enumerate(units) if not unit.is_apart]
+    names = dict(zip(runs, named([units[i].eqns for i in runs]), strict=True))
     wished = {i for i in runs if _is_unit(units[i].eqns[0])}
     marked = {i for i in runs if held[i] > least} | wished
     if ends_in_loss and loops and runs and runs[-1] > loops[-1] and runs[-1] not in wished:
@@ -110,7 +124,8 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
         if unit.is_loop:
             env.update(zip(unit.eqns[0].outvars, _loop(unit.eqns[0], env), strict=True))
         else:
-            _unit(unit.eqns, _read_later(inner, done), env, marked=index in marked)
+            one = names.get(index) or Named(UNNAMED, unit.eqns)
+            _unit(one, _read_later(inner, done), env, marked=index in marked)
     return _jax.read(env, inner.outvars)
 
 
@@ -169,17 +184,18 @@ def _read_later(inner: Jaxpr, stop: int) -> set[Var]:
     return read | {v for v in inner.outvars if _jax.is_var(v)}
 
 
-def _unit(eqns: Sequence[Eqn], later: set[Var], env: _jax.Env, *, marked: bool) -> None:
+def _unit(unit: Named, later: set[Var], env: _jax.Env, *, marked: bool) -> None:
     """Evaluate a run of equations, as a region if it is ``marked``.
 
     What leaves a region is differentiable: integers and keys are computed beside it, where nothing
     is printed a second time.
     """
+    eqns = unit.eqns
     out = [v for eqn in eqns for v in eqn.outvars if _jax.is_var(v) and v in later]
     moving = [v for v in out if marked and jnp.issubdtype(v.aval.dtype, jnp.inexact)]
     if moving:
         program = _jax.inline(_jax.program_of(eqns, moving))
-        run = region(functools.partial(_jax.evaluate, program), _scope(eqns))
+        run = region(functools.partial(_jax.evaluate, program), unit.base)
         inputs = _jax.read(env, _jax.open_jaxpr(program).invars)
         env.update(zip(moving, run(*inputs), strict=True))
         out = [v for v in out if v not in env]
@@ -201,21 +217,3 @@ def _loop(eqn: Eqn, env: _jax.Env) -> list[Any]:
 
     carry, stacked = loop.scan(step, loop.carry, loop.xs)
     return [*carry, *stacked]
-
-
-def _scope(eqns: Sequence[Eqn]) -> str:
-    """The module that a unit is in, by the scopes of its products; else ``unit``.
-
-    What the user marked has the name of its function if it is in no module.
-    """
-    name = "unit"
-    if len(eqns) == 1 and _is_unit(eqns[0]):
-        name = _jax.function_name(_jax.subjaxpr(eqns[0])) or name
-        eqns = _jax.open_jaxpr(_jax.inline(_jax.subjaxpr(eqns[0]))).eqns or eqns
-    products = [eqn for eqn in eqns if eqn.primitive.name in MATMULS]
-    paths = [scope_path(_jax.name_stack(eqn)) for eqn in products or eqns]
-    shared = len(paths[0])
-    for path in paths:
-        same = itertools.takewhile(bool, (a == b for a, b in zip(path, paths[0], strict=False)))
-        shared = min(shared, sum(same))
-    return "/".join(paths[0][:shared]) or name

@@ -104,6 +104,7 @@ class _Entry:
         maker: Name of the same buffer in the region that makes it, if one does.
         nest: The loops around it.
         given: The user's own ``checkpoint_name`` of it; empty where it has none.
+        line: Where the user's code computes it.
     """
 
     name: RegionName
@@ -112,6 +113,7 @@ class _Entry:
     maker: RegionName | None
     nest: Nest
     given: str
+    line: str
 
 
 def _entries(graph: Graph, carried: Mapping[int, int | None], nest: Nest) -> Iterator[_Entry]:
@@ -140,6 +142,7 @@ def _entries(graph: Graph, carried: Mapping[int, int | None], nest: Nest) -> Ite
                     maker=makers.get(buffer),
                     nest=nest,
                     given=op.name.given or next(iter(called.get(buffer, ())), ""),
+                    line=_jax.line_of(makes.get(buffer, op).equation),
                 )
         if op.body is not None and op.primitive != "cond":
             inside = nest.inside(op)
@@ -193,6 +196,7 @@ def _residual(entry: _Entry, name: str, region: str, *, needed: bool) -> Residua
         spec=entry.value.spec,
         boundary=True,
         given=entry.given,
+        line=entry.line,
     )
 
 

@@ -117,7 +117,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
             grouping=step.grouping,
             outside=step.outside,
         )
-        with tracing(session):
+        with tracing(session, *args):
             return step.fun(*args)
 
     platform = step.target.platform

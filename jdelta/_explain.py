@@ -39,6 +39,7 @@ class Explanation:
             the backward pass, in the plain step.
         recompute: Predicted seconds to compute all of them again, the chain included.
         holding: Predicted seconds for copies that saving them takes.
+        line: Where the user's code computes it, ``model.py:31``; empty where that is not known.
         chain: What has to be computed again before it, as the plan decides about the others.
         transfers: Predicted seconds of their transfers, out and in, on the link; None where they
             may not be offloaded.
@@ -58,6 +59,7 @@ class Explanation:
     lifespan: float
     recompute: float
     holding: float
+    line: str
     chain: tuple[str, ...]
     transfers: tuple[float, float] | None
     refusal: str
@@ -71,6 +73,8 @@ class Explanation:
     def _lines(self) -> Iterator[str]:
         times = f" × {self.instances}" if self.instances > 1 else ""
         yield f"{self.name}: {self.decision.value}"
+        if self.line:
+            yield f"  computed at {self.line}"
         array = format_array(self.dtype, self.shape)
         yield f"  {array}{times}, {format_bytes(self.bytes)} per device"
         yield f"  alive for {format_seconds(self.lifespan)} if kept (predicted)"
@@ -150,6 +154,7 @@ class _Explaining:
             lifespan=self._lifespan(r),
             recompute=row.regions * (r.seconds + sum(c.seconds for c in chain)),
             holding=row.holding,
+            line=r.line,
             chain=tuple(c.name for c in chain),
             transfers=None if refusal else seconds,
             refusal=refusal,

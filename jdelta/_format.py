@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -27,6 +28,12 @@ def format_seconds(seconds: float) -> str:
 def format_array(dtype: object, shape: Iterable[int]) -> str:
     """The kind of an array: ``float32[8,128]``."""
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def format_short(dtype: object, shape: Iterable[int]) -> str:
+    """The kind of an array where there is little room: ``f32[8,128]``."""
+    short = re.sub(r"^(u?)(bf|f|i|c)(?:loat|nt|omplex)(?=\d)", r"\1\2", str(dtype))
+    return format_array(short, shape)
 
 
 def format_some(texts: Sequence[str], most: int, between: str = ", ") -> str:

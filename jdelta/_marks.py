@@ -53,7 +53,7 @@ def marked(eqns: Sequence[Eqn]) -> list[Eqn]:
         name = _jax.named_value(eqn)
         maker = makers.get(eqn.invars[0]) if name else None
         if name and maker is not None and result[maker].primitive.name not in VIEWS:
-            result[maker] = _jax.in_scope(result[maker], _SIGN + _spelled(name) + _SIGN)
+            result[maker] = _jax.in_scopes(result[maker], _SIGN + _spelled(name) + _SIGN)
     return result
 
 

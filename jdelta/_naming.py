@@ -9,25 +9,55 @@ names it was traced under, and its primitive.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jdelta import _jax
 from jdelta._jax import Atom, Eqn, Jaxpr, Var
 from jdelta._marks import RECOMPUTE, is_mark, marked
 from jdelta._primitives import VIEWS
 
+Path: TypeAlias = tuple[str, ...]
+"""Scopes from the outermost: ``("h", "0", "mlp")``."""
+
 _TRANSFORM = re.compile(r"\w+\(([^()]*)\)")
 
+_CLASS = "eqx."
+"""How the scopes begin that Equinox puts around its layers: their classes, not their places."""
 
-def scope_path(stack: str) -> tuple[str, ...]:
-    """Scopes of a name stack without those of transformations such as ``jvp(...)``, and marks."""
+
+def scope_path(stack: str) -> Path:
+    """Scopes of a name stack without those of transformations such as ``jvp(...)``, and marks.
+
+    Numbers in front are left out too: penzai has them for the places in a list without a name.
+    """
     while _TRANSFORM.search(stack):
         stack = _TRANSFORM.sub(r"\1", stack)
-    parts = stack.split("/")
-    return tuple(part for part in parts if part and part != RECOMPUTE and not is_mark(part))
+    modules = (part for part in stack.split("/") if part and _is_module(part))
+    return tuple(itertools.dropwhile(str.isdigit, modules))
+
+
+def _is_module(scope: str) -> bool:
+    return scope != RECOMPUTE and not is_mark(scope) and not scope.startswith(_CLASS)
+
+
+def common(paths: Sequence[Path]) -> Path:
+    """The longest path that all of them begin with."""
+    levels = zip(*paths, strict=False)
+    return tuple(level[0] for level in itertools.takewhile(lambda x: len(set(x)) == 1, levels))
+
+
+def inner_path(path: Path, base: Path) -> Path:
+    """A path without what the name of its region says already.
+
+    A module's scope begins with its own name (of a nested one, its last part), that of a region
+    found with all of it; what stands in front of the region's module shares a part of it.
+    """
+    own = base[-1:] if path[:1] == base[-1:] else common([path, base])
+    return path[len(own if path[: len(base)] != base else base) :]
 
 
 class RegionName(str):
@@ -83,12 +113,7 @@ class _Namer:
     def __call__(
         self, path: Sequence[str], last: str, loops: int, *, conditional: bool, given: str
     ) -> RegionName:
-        # A module's scope begins with its own name, that of a unit found with all of it.
-        for own in (self._own, self._own[-1:]):
-            if tuple(path[: len(own)]) == own:
-                path = path[len(own) :]
-                break
-        inner = self._unique("/".join((*path, last)))
+        inner = self._unique("/".join((*inner_path(tuple(path), self._own), last)))
         return RegionName(self._region, inner, loops, conditional=conditional, given=given)
 
     def _unique(self, inner: str) -> str:
@@ -180,7 +205,7 @@ class _Rewrite:
             self.became[var] = self._now(atom)
         called = eqn.params.get("name")
         below = (*path, *scope_path(_jax.name_stack(eqn)), *((called,) if called else ()))
-        self._equations(inner.eqns, below)
+        self._equations([_jax.at_call(e, eqn) for e in inner.eqns], below)
         for outer, atom in zip(eqn.outvars, inner.outvars, strict=True):
             self.became[outer] = self._now(atom)
 

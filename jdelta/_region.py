@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jdelta import _jax
 from jdelta._errors import TraceError
+from jdelta._modules import ClosedOver, Weight, module_paths, with_modules
 from jdelta._naming import RegionName, add_names, scope_path
 from jdelta._primitive import cotangent_primitive, region_primitive
 from jdelta._random import with_written_bits
@@ -78,6 +79,7 @@ class Session:
         grouping: How its loops over layers are to be run.
         outside: Whether what does not depend on the arguments of a differentiated function is
             computed outside of it, since some of it leaves the function by a closure.
+        arguments: The modules of the step's arguments.
         called: Names of the regions called so far, while tracing.
         loops: How many loops with regions in them were traced so far.
         gradients: How many functions were differentiated so far.
@@ -101,6 +103,7 @@ class Session:
         self.automatic = automatic
         self.grouping = grouping
         self.outside = outside
+        self.arguments = ClosedOver()
         self.called: set[str] = set()
         self.loops = 0
         self.gradients = 0
@@ -108,6 +111,10 @@ class Session:
         self.reached: defaultdict[str, set[int]] = defaultdict(set)
         self.partly: set[str] = set()
         self._calls: Counter[str] = Counter()
+
+    def weights(self, values: Sequence[Any]) -> list[Weight | None]:
+        """For each value what weight of the step's arguments it is."""
+        return [self.arguments[value] for value in values]
 
     def region(self, base: str) -> tuple[str, RegionPolicy | None]:
         """The name of the next call of region ``base``, and the policy that it is to follow.
@@ -169,6 +176,8 @@ def region(
         chosen = policy or planned
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [leaf for leaf in leaves if _jax.is_array(leaf)]
+        paths = zip(leaves, module_paths((args, kwargs), depth=2), strict=True)
+        weights = [Weight(path) for leaf, path in paths if _jax.is_array(leaf)]
 
         def call(*arrays: Any) -> Any:
             given = iter(arrays)
@@ -182,9 +191,11 @@ def region(
             if session or chosen:  # else nothing is computed again
                 raise _not_again(name, once)
             return jax.tree.unflatten(out_tree, _jax.evaluate(closed, *arrays))
+        consts = _jax.consts_of(closed)
+        weights = [*(session.weights(consts) if session else [None] * len(consts)), *weights]
         run: Callable[..., Any] = functools.partial(
             _bind,
-            jaxpr=_jax.hoist_consts(closed),
+            jaxpr=with_modules(_jax.hoist_consts(closed), weights),
             name=name,
             base=base,
             session=session,
@@ -193,7 +204,7 @@ def region(
         if chosen is not None:
             shield = chosen.prevents_cse(name) if prevent_cse is None else prevent_cse
             run = _jax.checkpointed(run, chosen, prevent_cse=shield)
-        outputs = run(*_jax.consts_of(closed), *arrays)
+        outputs = run(*consts, *arrays)
         return jax.tree.unflatten(out_tree, outputs)
 
     return wrapped

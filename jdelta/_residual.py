@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from jdelta import _jax
 from jdelta._cost import operation_seconds
 from jdelta._fusion import Compiler, read_narrowly, storage
 from jdelta._graph import TRANSFER, Graph, Operation
@@ -47,6 +48,7 @@ class Residual:
         boundary: Whether it enters a region, and so stays in memory unless it is offloaded.
         entering: Name that it has there, where it is a residual of the region it comes from too.
         given: The user's own ``checkpoint_name`` of the value; empty where it has none.
+        line: Where the user's code computes it, ``model.py:31``; empty where that is not known.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Residual:
     boundary: bool = False
     entering: str | None = None
     given: str = ""
+    line: str = ""
 
     @property
     def label(self) -> str:
@@ -258,6 +261,7 @@ class _Analysis:
             spec=((), *what.spec) if copies > 1 and what.spec else what.spec,
             conditional=self.region.conditional or self.names[value].conditional,
             given=self.names[value].given,
+            line=_jax.line_of(op.equation),
         )
 
     @functools.cached_property

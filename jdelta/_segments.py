@@ -32,6 +32,10 @@ WORSE = 1.1
 """Times the least sum that is good enough, if its units are smaller: small ones give a plan more to
 choose from, and where one unit is far larger than the others, theirs hardly matter."""
 
+TIE = 1e-6
+"""Part of the bytes that cross a cut by which it is dearer than another at which as many are kept:
+equal layers are cut alike, where their results are made."""
+
 _Sizes = npt.NDArray[np.float64]
 
 
@@ -50,8 +54,9 @@ def segments(eqns: Sequence[Eqn], trips: int = 1) -> list[range]:
     if count < 2 or not held[-1]:
         return [range(count)]
     lives = _lives(eqns)
-    places = _places(lives, count)
-    kept = trips * _kept(lives, places)
+    crossing = _crossing(lives, count)
+    places = _places(crossing)
+    kept = trips * _kept(lives, places) + TIE * crossing[places]
     limits = np.geomspace(LEAST_UNIT * held[-1], held[-1], LIMITS)
     choices = [_best(kept, held[places], limit) for limit in limits]
     enough = WORSE * min(choice.bytes for choice in choices)
@@ -147,13 +152,13 @@ def _lives(eqns: Sequence[Eqn]) -> list[_Life]:
     return [_Life(made[v], i, _jax.bytes_of(v)) for v, i in read.items() if i > made[v]]
 
 
-def _places(lives: Sequence[_Life], count: int) -> list[int]:
+def _places(crossing: _Sizes) -> list[int]:
     """Where to cut at all: in front of an equation that fewer bytes cross than both neighbours.
 
     Where those are too many, the best of each neighbourhood: a part of the program in which values
     are small has no more of them than another.
     """
-    crossing = _crossing(lives, count)
+    count = len(crossing) - 1
     inside = [
         i
         for i in range(1, count)

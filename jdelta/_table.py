@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
+import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from jdelta._decision import Decision
-from jdelta._format import format_array, format_bytes, format_seconds, format_some
+from jdelta._format import format_array, format_bytes, format_seconds, format_short, format_some
 from jdelta._region import Grouping
 from jdelta._residual import Residual
 
@@ -17,12 +20,16 @@ if TYPE_CHECKING:
 
 NUMBERED = re.compile(r"(?<=_)\d+(?=/|$)|(?<![^/])\d+(?=/|$)")
 """Numbers of regions that are alike."""
-HEAD = ("residual", "count", "shape", "bytes", "decision", "why")
+HEAD = ("residual", "count", "shape", "bytes", "decision", "line", "why")
 """Titles of the table's columns."""
+WIDTH = 100
+"""Characters in a line of the table; a name that is too long for its column has its own line."""
 
 NO_ROWS = "The step keeps nothing for a backward pass: there is nothing to decide."
 """What to say in place of a table without rows."""
 
+_LINE = 15  # characters of the place in the user's code
+_LABEL = 14  # characters that the label of a figure takes
 _SMALL = 0.002
 _ORDER = {Decision.SAVE: 0, Decision.OFFLOAD: 1, Decision.SPILL: 2, Decision.RECOMPUTE: 3}
 
@@ -55,34 +62,30 @@ class Row:
         return self.sample.needed or self.decision is not Decision.RECOMPUTE
 
     @property
+    def has_place(self) -> bool:
+        """Whether its name says where in its region it is; else only its line does."""
+        return "/" in self.sample.name.removeprefix(f"{self.sample.region}/")
+
+    @property
     def why(self) -> str:
         """The reason for the decision, in a few words."""
-        recompute = f"recompute {format_seconds(self.seconds)}"
+        seconds = format_seconds(self.seconds)
         if self.sample.boundary:
-            return "enters a unit: stays unless it is moved"
-        if self.decision is Decision.SAVE:
-            return f"saves {recompute}"
-        if self.decision is Decision.OFFLOAD:
-            return f"transfer instead of {recompute}"
-        if self.decision is Decision.SPILL:
-            return f"file instead of {recompute}"
+            return "enters a unit"
+        if self.decision is not Decision.RECOMPUTE:
+            return f"saves {seconds}"
         if not self.sample.needed:
-            return "backward reads it only through others"
+            return "read only through others"
         if self.holding > self.seconds:
-            return f"{recompute}, saving takes {format_seconds(self.holding)}"
-        return recompute if self.seconds else "fused where it is read"
+            return f"{seconds}, saving takes {format_seconds(self.holding)}"
+        return f"takes {seconds}" if self.seconds else "fused where it is read"
 
 
 def rows(residuals: Sequence[Residual], decisions: Mapping[str, Decision]) -> list[Row]:
     """The table's rows: saved ones first, larger ones first."""
-    groups: dict[tuple[object, ...], list[Residual]] = {}
-    for r in residuals:
-        inner = r.label.removeprefix(r.region)
-        key = (NUMBERED.sub("*", r.region), inner, decisions[r.name], r.shape, r.dtype, r.count)
-        groups.setdefault(key, []).append(r)
     made = [
         Row(
-            name=f"{key[0]}{key[1]}" if len(group) > 1 else group[0].label,
+            name=name if len(group) > 1 else group[0].label,
             regions=len(group),
             sample=group[0],
             bytes=sum(r.bytes for r in group),
@@ -90,9 +93,45 @@ def rows(residuals: Sequence[Residual], decisions: Mapping[str, Decision]) -> li
             holding=sum(r.holding for r in group),
             decision=decisions[group[0].name],
         )
-        for key, group in groups.items()
+        for name, group in _alike(residuals, decisions)
     ]
     return sorted(made, key=lambda row: (_ORDER[row.decision], -row.bytes))
+
+
+_Array: TypeAlias = tuple[tuple[int, ...], str, int]
+"""Shape, dtype and number of instances."""
+
+
+def _alike(
+    residuals: Sequence[Residual], decisions: Mapping[str, Decision]
+) -> list[tuple[str, list[Residual]]]:
+    """Residuals that differ only in numbers of layers, and the name that stands for them.
+
+    Where frameworks number the layers of the whole model (``unit_3/linear_7``), the numbers inside
+    of regions are stars too, if no value of another shape has such a name.
+    """
+    groups: dict[tuple[str, str, Decision, _Array], list[Residual]] = {}
+    for r in residuals:
+        region, inner = NUMBERED.sub("*", r.region), r.label.removeprefix(r.region)
+        array = r.shape, r.dtype, r.count
+        groups.setdefault((region, inner, decisions[r.name], array), []).append(r)
+    joined: dict[tuple[str, Decision, _Array], list[tuple[str, list[Residual]]]] = {}
+    alike: Counter[tuple[str, _Array]] = Counter()
+    for (region, inner, decision, array), group in groups.items():
+        scopes, _, last = inner.rpartition("/")
+        pattern = f"{region}{NUMBERED.sub('*', scopes)}/{last}"
+        joined.setdefault((pattern, decision, array), []).append((region + inner, group))
+        alike[pattern, array] += len(group)
+    found: list[tuple[str, list[Residual]]] = []
+    for (pattern, _, array), parts in joined.items():
+        is_one = len(parts) > 1 and _fitting(pattern, residuals) == alike[pattern, array]
+        found += [(pattern, [r for _, group in parts for r in group])] if is_one else parts
+    return found
+
+
+def _fitting(pattern: str, residuals: Sequence[Residual]) -> int:
+    """How many residuals have a name like this."""
+    return len(fnmatch.filter([r.label for r in residuals], pattern))
 
 
 def format_table(table: Sequence[Row]) -> str:
@@ -100,8 +139,18 @@ def format_table(table: Sequence[Row]) -> str:
     if not table:
         return NO_ROWS
     visible, rest = shown(table)
-    lines = aligned(HEAD, list(map(cells, visible)))
+    lines = aligned(HEAD, list(map(text_cells, visible)))
     return "\n".join([*lines, rest] if rest else lines)
+
+
+def text_cells(row: Row) -> tuple[str, ...]:
+    """A row of the table where there is little room: with a line where the name has no place."""
+    line = "" if row.has_place else row.sample.line
+    short = {
+        "shape": format_short(row.sample.dtype, row.sample.shape),
+        "line": f"…{line[1 - _LINE :]}" if len(line) > _LINE else line,
+    }
+    return tuple(short.get(title, cell) for title, cell in zip(HEAD, cells(row), strict=True))
 
 
 def shown(table: Sequence[Row]) -> tuple[list[Row], str]:
@@ -122,18 +171,32 @@ def cells(row: Row) -> tuple[str, ...]:
         format_array(row.sample.dtype, row.sample.shape),
         format_bytes(row.bytes),
         row.decision.value,
+        row.sample.line,
         row.why,
     )
 
 
 def aligned(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, its columns as wide as they have to be."""
-    widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (head, *body)
-    ]
+    """Lines of a table, its columns as wide as they have to be, those without a cell left out.
+
+    What the first column has no room for stands in a line of its own, in front of its row.
+    """
+    used = [i for i in range(len(head)) if not body or any(line[i] for line in body)]
+    first, *others = ([line[i] for line in (head, *body)] for i in used)
+    widths = [max(map(len, column)) for column in others]
+    room = max(WIDTH - sum(widths) - 2 * len(widths), len(first[0]))
+    width = max(len(cell) for cell in first if len(cell) <= room)
+    lines: list[str] = []
+    for label, *row in zip(first, *others, strict=True):
+        is_long = len(label) > width
+        padded = map(str.ljust, ("" if is_long else label, *row), (width, *widths))
+        lines += [label] if is_long else []
+        lines.append(_cut("  ".join(padded).rstrip()))
     return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
 
 
 def _count(row: Row) -> str:
@@ -149,7 +212,16 @@ def summary(plan: Plan) -> str:
 
 def labelled(figures: Mapping[str, str]) -> str:
     """Figures by what they are, one a line."""
-    return "\n".join(f"{label:<14}{text}" for label, text in figures.items())
+    return "\n".join(
+        textwrap.fill(
+            f"{label:<{_LABEL}}{text}",
+            WIDTH,
+            subsequent_indent=" " * _LABEL,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for label, text in figures.items()
+    )
 
 
 def summary_lines(plan: Plan) -> dict[str, str]:

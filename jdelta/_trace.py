@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Mapping
+import itertools
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -187,9 +188,9 @@ def _with_regions(
             session = Session(automatic=True, grouping=grouping, outside=True)
             staged = _staged(step_fn, args, session, platform)
     _, shardings, graph, found = staged
-    names = _plan_names(list(found))
     conditional = _in_branches(graph)
     held = _bytes_by_name(graph)
+    names = _plan_names(list(found), held)
 
     def region(traced: str, nest: Nest) -> Region:
         derivative, primals = _derivative(session, traced, shardings)
@@ -237,8 +238,11 @@ class _Staged(NamedTuple):
 def _staged(
     step_fn: Callable[..., Any], args: tuple[Any, ...], session: Session | None, platform: str
 ) -> _Staged:
-    with tracing(session) if session else contextlib.nullcontext():
-        closed = jax.make_jaxpr(step_fn)(*args)
+    def traced(*args: Any) -> Any:
+        with tracing(session, *args) if session else contextlib.nullcontext():
+            return step_fn(*args)
+
+    closed = jax.make_jaxpr(traced)(*args)
     leaked = _jax.leaked(closed)
     if leaked is not None and session is None:  # JAX says what is wrong
         jax.jit(step_fn).trace(*args).lower(lowering_platforms=(platform,))
@@ -333,17 +337,45 @@ def _copies(one: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
     return {name: max(1, held[name] // max(1, b)) for name, b in one.items() if name in held}
 
 
-def _plan_names(traced: list[str]) -> dict[str, str]:
+def _plan_names(traced: Sequence[str], values: Iterable[str]) -> dict[str, str]:
     """Names for plans: the base alone where it is unique, else numbered in program order.
 
-    A base that others begin with is numbered too: their values' names would look like its own.
+    Args:
+        traced: The regions by their names while tracing.
+        values: The names of their values.
     """
     calls: dict[str, list[str]] = {}
     for name in traced:
-        calls.setdefault(name.rsplit("#", 1)[0], []).append(name)
-    begun = {"/".join(base.split("/")[:n]) for base in calls for n in range(1, base.count("/") + 1)}
-    return {
-        name: base if len(group) == 1 and base not in begun else f"{base}_{number}"
-        for base, group in calls.items()
-        for number, name in enumerate(group)
-    }
+        calls.setdefault(_base(name), []).append(name)
+    inner = _inner_names(values)
+    taken = set(calls)
+    names: dict[str, str] = {}
+    for base, group in calls.items():
+        numbers = (f"{base}_{n}" for n in itertools.count())
+        free = (name for name in numbers if name not in taken)
+        is_alone = len(group) == 1 and not _looks_like_another(base, inner)
+        names.update((name, base if is_alone else next(free)) for name in group)
+    return names
+
+
+def _base(traced: str) -> str:
+    return traced.rsplit("#", 1)[0]
+
+
+def _inner_names(values: Iterable[str]) -> dict[str, set[str]]:
+    """The names of values without their region's, by the base of that."""
+    found: dict[str, set[str]] = {}
+    for name in values:
+        if isinstance(name, RegionName):
+            found.setdefault(_base(name.region), set()).add(name.removeprefix(name.region))
+    return found
+
+
+def _looks_like_another(base: str, inner: Mapping[str, set[str]]) -> bool:
+    """Whether a value would have the name of one in another region, whose name begins alike."""
+    return any(
+        f"{other.removeprefix(base)}{name}" in inner.get(base, ())
+        for other in inner
+        if other.startswith(f"{base}/")
+        for name in inner[other]
+    )

@@ -99,8 +99,10 @@ def call_nnx(
     changed: list[int] = []
     outer: list[Any] = []
 
-    def pure(leaves: Any, rest: Any) -> Any:
-        merged = nnx.merge(graphdef, jax.tree.unflatten(state_tree, leaves))
+    def pure(rest: Any, *parts: Any) -> Any:
+        state = _whole(parts)
+        leaves = jax.tree.leaves(state)
+        merged = nnx.merge(graphdef, state)
         given, others = iter(merged), iter(rest)
         filled = [next(given) if _is_nnx(leaf) else next(others) for leaf in flat]
         args, kwargs = jax.tree.unflatten(tree, filled)
@@ -113,7 +115,8 @@ def call_nnx(
         return out, [new[i] for i in changed]
 
     rest = [leaf for leaf in flat if not _is_nnx(leaf)]
-    out, values = region(pure, base, policy, prevent_cse)(leaves, rest)
+    parts = _parts(state, len(objects))
+    out, values = region(pure, base, policy, prevent_cse)(rest, *parts)
     if changed:
         new_leaves: list[Any] = list(leaves) if outer[0] == state_tree else [None] * len(changed)
         for i, value in zip(changed, values, strict=True):

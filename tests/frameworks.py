@@ -1,6 +1,8 @@
 """One residual network as a training step of each framework, with nothing marked in it."""
 
 import functools
+import importlib
+import os
 
 import equinox as eqx
 import flax.linen as nn
@@ -188,6 +190,60 @@ def haiku(rows, width, *, scan, remat=identity):
     key = jax.random.key(0)
     x = jax.random.normal(key, (rows, width))
     return step, (model.init(key, x[:1]), x, key)
+
+
+def keras(rows, width, *, scan=False, remat=identity):
+    """A functional model, called without state. Imported here: Keras takes seconds."""
+    assert not scan
+    assert remat is identity
+    os.environ["KERAS_BACKEND"] = "jax"
+    keras = importlib.import_module("keras")
+    x = given = keras.Input((width,))
+    for _ in range(LAYERS):
+        h = keras.layers.Dense(width, activation="gelu")(x)
+        x = keras.layers.Add()([x, keras.layers.Dense(width, activation="tanh")(h)])
+    model = keras.Model(given, x)
+    fixed = [v.value for v in model.non_trainable_variables]
+
+    def step(ws, x):
+        def loss(ws):
+            return mean_square(model.stateless_call(ws, fixed, x)[0])
+
+        value, grads = jax.value_and_grad(loss)(ws)
+        return [w - RATE * g for w, g in zip(ws, grads, strict=True)], value
+
+    ws = [v.value for v in model.trainable_variables]
+    return step, (ws, jax.random.normal(jax.random.key(0), (rows, width)))
+
+
+def penzai(rows, width, *, scan=False, remat=identity):
+    """Blocks of penzai's layers, their parameters put into them in the step."""
+    assert not scan
+    assert remat is identity
+    pz = importlib.import_module("penzai.pz")
+    names = {"input_axes": {"features": width}, "output_axes": {"features": width}}
+    keys = jax.random.split(jax.random.key(0), 2 * LAYERS)
+
+    def block(i):
+        up, down = (
+            pz.nn.Affine.from_config(f"block_{i}/{part}", keys[2 * i + j], **names)
+            for j, part in enumerate(("up", "down"))
+        )
+        inside = [up, pz.nn.Elementwise(jax.nn.gelu), down, pz.nn.Elementwise(jnp.tanh)]
+        return pz.nn.Residual(pz.nn.Sequential(inside))
+
+    whole = pz.nn.Sequential([block(i) for i in range(LAYERS)])
+    model, frozen = pz.unbind_params(whole, freeze=True)
+
+    def step(ws, x):
+        def loss(ws):
+            y = pz.bind_variables(model, ws)(pz.nx.wrap(x).tag("batch", "features"))
+            return mean_square(y.unwrap("batch", "features"))
+
+        value, grads = jax.value_and_grad(loss)(ws)
+        return jax.tree.map(lambda w, g: w - RATE * g, ws, grads), value
+
+    return step, (frozen, jax.random.normal(keys[0], (rows, width)))
 
 
 def unet(rows, width, *, scan, remat=identity):

@@ -40,7 +40,7 @@ def under(found, decisions, fun):
 
     def run(*args):
         session = Session(policy, found.aliases, automatic=found.automatic, grouping=found.grouping)
-        with tracing(session):
+        with tracing(session, *args):
             return fun(*args)
 
     return run

@@ -16,7 +16,7 @@ from jdelta._format import format_bytes, format_seconds
 from jdelta._plan import Plan
 from jdelta._planned import recompiled
 from jdelta._planning import plan
-from jdelta._table import HEAD, cells, rows, shown, summary_lines
+from jdelta._table import HEAD, rows, shown, summary_lines, text_cells
 from jdelta._target import names, published
 
 Options = argparse.Namespace
@@ -118,7 +118,7 @@ def figures(made: Plan) -> dict[str, Any]:
 def _table(made: Plan) -> list[Block]:
     visible, rest = shown(rows(made.residuals, made.decisions))
     return [
-        Block(HEAD, list(map(cells, visible)), notes=[rest] if rest else []),
+        Block(HEAD, list(map(text_cells, visible)), notes=[rest] if rest else []),
         Block(figures=summary_lines(made)),
     ]
 

@@ -50,7 +50,7 @@ from jdelta._jax.equation import COTANGENT as COTANGENT
 from jdelta._jax.equation import DEBUG as DEBUG
 from jdelta._jax.equation import REGION as REGION
 from jdelta._jax.equation import complex_equation as complex_equation
-from jdelta._jax.equation import in_scope as in_scope
+from jdelta._jax.equation import in_scopes as in_scopes
 from jdelta._jax.equation import is_backward as is_backward
 from jdelta._jax.equation import manual_axes as manual_axes
 from jdelta._jax.equation import name_stack as name_stack
@@ -62,6 +62,8 @@ from jdelta._jax.hooks import VJP as VJP
 from jdelta._jax.hooks import current_session as current_session
 from jdelta._jax.hooks import session_context as session_context
 from jdelta._jax.outside import outside_of as outside_of
+from jdelta._jax.places import at_call as at_call
+from jdelta._jax.places import line_of as line_of
 from jdelta._jax.places import place_of as place_of
 from jdelta._jax.places import place_of_error as place_of_error
 from jdelta._jax.places import place_of_tracer as place_of_tracer
@@ -89,6 +91,7 @@ from jdelta._jax.values import bytes_of as bytes_of
 from jdelta._jax.values import has_explicit_axes as has_explicit_axes
 from jdelta._jax.values import is_array as is_array
 from jdelta._jax.values import is_complex as is_complex
+from jdelta._jax.values import is_inexact as is_inexact
 from jdelta._jax.values import is_var as is_var
 from jdelta._jax.values import new_var as new_var
 from jdelta._jax.values import on_host as on_host

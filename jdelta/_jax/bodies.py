@@ -12,7 +12,8 @@ from jax.extend.core import primitives
 
 from jdelta._jax.checkpoint import is_shielded, plain, remat3_body
 from jdelta._jax.effects import effects_of, effects_on, happens_once
-from jdelta._jax.equation import DEBUG, REGION, is_backward, within
+from jdelta._jax.equation import DEBUG, REGION, within
+from jdelta._jax.places import at_call
 from jdelta._jax.programs import Eqn, Jaxpr, consts_of, open_jaxpr, rebuild, with_equations
 from jdelta._jax.values import Atom, Var, is_var, new_var
 
@@ -154,7 +155,7 @@ def inline(closed: Jaxpr, left: Callable[[Eqn], bool] = nothing) -> Jaxpr:
             became[var] = new_var(var.aval)
             new_consts[became[var]] = value
         became.update(zip(inner.invars, map(now, eqn.invars), strict=True))
-        visit([within(e, eqn) for e in inner.eqns] if is_backward(eqn) else inner.eqns)
+        visit([at_call(within(e, eqn), eqn) for e in inner.eqns])
         became.update(zip(eqn.outvars, map(now, inner.outvars), strict=True))
 
     inner = open_jaxpr(closed)

@@ -33,18 +33,20 @@ def is_backward(eqn: Eqn) -> bool:
 
 
 def within(eqn: Eqn, call: Eqn) -> Eqn:
-    """An equation of the body of a backward call, known to be backward too."""
-    if is_backward(eqn):
+    """An equation of a call's body in the scopes of the call, where it does not say so itself."""
+    outer, inner = name_stack(call), name_stack(eqn)
+    if not outer or f"{inner}/".startswith(f"{outer}/") or is_backward(eqn):
         return eqn
     info = eqn.source_info
     stack = call.source_info.name_stack + info.name_stack
     return eqn.replace(source_info=info.replace(name_stack=stack))
 
 
-def in_scope(eqn: Eqn, scope: str) -> Eqn:
-    """An equation as if it was traced under one more scope."""
+def in_scopes(eqn: Eqn, *scopes: str) -> Eqn:
+    """An equation as if it was traced under more scopes, from the outermost."""
     info = eqn.source_info
-    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
+    stack = functools.reduce(lambda stack, scope: stack.extend(scope), scopes, info.name_stack)
+    return eqn.replace(source_info=info.replace(name_stack=stack))
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -31,6 +31,12 @@ def is_complex(var: Var) -> bool:
     return dtype is not None and jax.numpy.issubdtype(dtype, np.complexfloating)
 
 
+def is_inexact(var: Var) -> bool:
+    """Whether a variable holds real or complex numbers."""
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
+
+
 def bytes_of(var: Var) -> int:
     """Bytes of a value; zero for keys and tokens."""
     dtype = getattr(var.aval, "dtype", None)
