@@ -44,13 +44,16 @@ def tracing(session: Session, *args: Any) -> Generator[None]:
         *args: The step's arguments as they are traced, which tell the modules of those weights
             that a differentiated function closes over.
     """
-    session.arguments = ClosedOver(args)
     with (
         _jax.session_context(session),
         _jax.VJP.replaced(_differentiated),
         _jax.SCAN.replaced(grouped),
     ):
-        yield
+        session.arguments = ClosedOver(args)
+        try:
+            yield
+        finally:
+            session.arguments = ClosedOver()  # holds no tracers after their trace
 
 
 def _differentiated(
