@@ -47,6 +47,7 @@ def tracing(session: Session, *args: Any) -> Generator[None]:
     with (
         _jax.session_context(session),
         _jax.VJP.replaced(_differentiated),
+        _jax.LINEARIZE.replaced(_differentiated),
         _jax.SCAN.replaced(grouped),
     ):
         session.arguments = ClosedOver(args)

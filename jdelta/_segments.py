@@ -70,8 +70,8 @@ def loss_begins(eqns: Sequence[Eqn]) -> int:
 
     Its backward pass is next, so it is no part of a unit: a unit that ended in it would have to
     compute all of the model's last values again before the first of its gradients. It begins where
-    the fewest bytes cross, in front of what makes them fewer, and after all that the user has named:
-    a name is there to be decided about.
+    the fewest bytes cross, in front of what makes them fewer, and after all that the user has
+    named: a name is there to be decided about.
 
     Args:
         eqns: The equations of a program that results in a scalar.

@@ -132,6 +132,24 @@ def test_the_last_unit_after_a_loop_is_left_alone():
     assert set(some) == {name for name in everything if not name.startswith("head/")}
 
 
+def test_what_is_linearized_is_cut_like_what_is_differentiated():
+    args = jnp.stack([jnp.eye(64)] * 4), jnp.ones((64, 64))
+
+    def pulled(w, x):
+        y, back = jax.vjp(deep, w, x)
+        return back(y)
+
+    def linearized(w, x):
+        y, push = jax.linearize(deep, w, x)
+        return jax.linear_transpose(push, w, x)(y)
+
+    found = [planned(step, 0.5, *args) for step in (pulled, linearized)]
+    assert found[0][1] == found[1][1]
+    again = jax.jit(under(*found[1], linearized))(*args)
+    for a, b in zip(linearized(*args), again, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
 def blocks(loss, block=lambda x, w: x + jnp.tanh(x @ w[0]) @ w[1]):
     """A step of three layers."""
 

@@ -57,6 +57,7 @@ from jdelta._jax.equation import name_stack as name_stack
 from jdelta._jax.equation import part_equations as part_equations
 from jdelta._jax.equation import scan_counts as scan_counts
 from jdelta._jax.equation import with_barriers as with_barriers
+from jdelta._jax.hooks import LINEARIZE as LINEARIZE
 from jdelta._jax.hooks import SCAN as SCAN
 from jdelta._jax.hooks import VJP as VJP
 from jdelta._jax.hooks import current_session as current_session

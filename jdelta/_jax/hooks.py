@@ -62,7 +62,14 @@ def _put_scan(scan: Callable[..., Any]) -> None:
     jax.lax.scan = scan
 
 
+def _put_linearize(linearize: Callable[..., Any]) -> None:
+    jax.linearize = linearize
+
+
 VJP = Hook(jax.vjp, _put_vjp)
 """What ``jax.grad`` and its like call, each in their own module."""
 
 SCAN = Hook(jax.lax.scan, _put_scan)
+
+LINEARIZE = Hook(jax.linearize, _put_linearize)
+"""What differentiates once and gives the derivative as a function of its own."""
