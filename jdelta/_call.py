@@ -112,7 +112,7 @@ def call_of(step: Jitted, args: Sequence[Any], given: Mapping[str, Any]) -> Call
         return step.fun(*first, *map(filled.get, range(count)), **given)
 
     traced = (*step.first, *(args[i] for i in positions), *(given[name] for name in names))
-    own = tuple("self" for _ in step.first)
+    own = step.first_names
     call = Call(
         fun,
         traced,

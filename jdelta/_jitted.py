@@ -8,8 +8,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType, MethodType
+from types import MappingProxyType
 from typing import Any
+
+import jax
 
 from jdelta._errors import ArgumentError
 
@@ -51,7 +53,8 @@ class Jitted:
         in_shardings: Where the other arguments given by position are to be, a tree or the beginning
             of one; None leaves them where they are.
         out_shardings: Where the results are to be, likewise.
-        first: What stands before the arguments of a call: the object that a method belongs to.
+        first: What stands before the arguments of a call: the object that a method belongs to, or
+            the modules that ``functools.partial`` binds.
         filtered: Whether what is no array is a constant, as for ``eqx.filter_jit``.
     """
 
@@ -71,6 +74,11 @@ class Jitted:
         except (TypeError, ValueError):  # some callables have no signature
             return MappingProxyType({})
         return MappingProxyType(dict(found[len(self.first) :]))
+
+    @property
+    def first_names(self) -> tuple[str, ...]:
+        """What the step calls what stands before the arguments of a call."""
+        return tuple(inspect.signature(self.fun).parameters)[: len(self.first)]
 
     @property
     def name(self) -> str:
@@ -204,9 +212,8 @@ def check_meant(step: Jitted, option: str, value: Any, kind: Any) -> None:
 
 def _taken_apart(step: Callable[..., Any]) -> Jitted:
     """What ``jax.jit`` and its like were told when they made a step."""
-    info = getattr(getattr(step, "jitted_fn", step), "_jit_info", None)
-    if info is not None:
-        return _of_jit(step, info)
+    if isinstance(_plain_jit(step), _JITTED):
+        return _of_jit(step, _plain_jit(step)._jit_info)
     if "equinox" in sys.modules:
         from jdelta import equinox
 
@@ -215,16 +222,45 @@ def _taken_apart(step: Callable[..., Any]) -> Jitted:
             return _filtered(*made)
         if equinox.is_module(step):
             return Jitted(_called, first=(step,))
-    if isinstance(step, MethodType) and "flax.nnx" in sys.modules:
+    if "flax.nnx" in sys.modules:
         from jdelta import flax
 
-        if flax.has_nnx_state(step.__self__):
-            return Jitted(step.__func__, first=(step.__self__,))
+        bound = flax.bound(step)
+        if bound is not None:
+            return _bound(_taken_apart(bound[0]), bound[1])
     return Jitted(step)
 
 
-def _called(module: Any, *args: Any, **given: Any) -> Any:
-    return module(*args, **given)
+def _called(self: Any, *args: Any, **given: Any) -> Any:
+    return self(*args, **given)
+
+
+_JITTED = type(jax.jit(_called))
+
+
+def _plain_jit(step: Any) -> Any:
+    """What ``nnx.jit`` has made with ``jax.jit``; another step itself.
+
+    A function that wraps a jitted one (``functools.wraps``) is no jitted one, though it has all of
+    its attributes.
+    """
+    return step.jitted_fn if type(step).__module__.startswith("flax.nnx.") else step
+
+
+def _bound(step: Jitted, first: Sequence[Any]) -> Jitted:
+    """A step whose first arguments are given already."""
+    names = step.positions[: len(first)]
+
+    def later(arguments: Arguments) -> Arguments:
+        numbered = (a if isinstance(a, str) else a - len(first) for a in arguments)
+        return tuple(names[a] if isinstance(a, int) and a < 0 else a for a in numbered)
+
+    return replace(
+        step,
+        first=(*step.first, *first),
+        donate=later(step.donate),
+        static=tuple(a for a in later(step.static) if a not in names),
+    )
 
 
 def _of_jit(step: Any, info: Any) -> Jitted:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,6 +15,7 @@ from flax import nnx
 from flax.core import lift
 
 from jdelta._constant import Constant
+from jdelta._errors import ArgumentError
 from jdelta._region import RegionPolicy, region
 
 if TYPE_CHECKING:
@@ -75,6 +78,31 @@ def has_nnx_state(arguments: Any) -> bool:
     return any(_is_nnx(leaf) for leaf in leaves)
 
 
+def bound(step: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """A step and the NNX objects that it is bound to; None where it is bound to none.
+
+    Bound by ``functools.partial``, by ``nnx.cached_partial``, or as a method to its object.
+
+    Raises:
+        ArgumentError: They are bound by name.
+    """
+    if isinstance(step, MethodType):
+        return (step.__func__, (step.__self__,)) if has_nnx_state(step.__self__) else None
+    if isinstance(step, functools.partial):
+        for name, value in step.keywords.items():
+            if has_nnx_state(value):
+                raise ArgumentError(
+                    f"functools.partial binds {name}, which holds NNX objects, by name: bind it by "
+                    f"position, functools.partial(step, {name})."
+                )
+        plain = functools.partial(step.func, **step.keywords) if step.keywords else step.func
+        return (plain, step.args) if has_nnx_state(step.args) else None
+    if isinstance(step, FunctionType) and step.__globals__.get("__name__") == nnx.graphlib.__name__:
+        closed = inspect.getclosurevars(step).nonlocals
+        return (closed["f"], closed["cached_args"]) if "cached_args" in closed else None
+    return None
+
+
 def _is_nnx(leaf: Any) -> bool:
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
 
@@ -135,7 +163,8 @@ def without_objects(call: Call) -> Call:
     objects = [leaf for leaf in flat if _is_nnx(leaf)]
     if not objects:
         return call
-    graphdef, state = nnx.split(objects)
+    with nnx.update_context("jdelta"):  # takes what nnx.cached_partial has laid out for nnx.jit
+        graphdef, state = nnx.split(objects)
     parts = iter(_parts(state, len(objects)))
     args = jax.tree.unflatten(tree, [next(parts) if _is_nnx(leaf) else leaf for leaf in flat])
     places = [i for i, leaf in enumerate(flat) if _is_nnx(leaf)]  # no arrays: plans keep `fun`

@@ -141,6 +141,19 @@ def test_what_a_jitted_step_was_told_is_taken_over(jit):
     assert not kept["w"].is_deleted()
 
 
+@pytest.mark.parametrize("jit", [jax.jit, nnx.jit, eqx.filter_jit])
+def test_a_function_around_a_jitted_step_is_no_jitted_step(jit):
+    """``functools.wraps`` gives it all attributes of the jitted one."""
+    jitted = jit(step)
+
+    @functools.wraps(jitted)
+    def doubled(state, x):
+        state, value = jitted(state, x)
+        return state, 2 * value
+
+    same(jdelta.jit(doubled, budget="1GiB")(start(), X), doubled(start(), X))
+
+
 def test_shardings_of_arguments_and_results():
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     rows, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
@@ -201,21 +214,46 @@ class Model(nnx.Module):
         return loss
 
 
+def train(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def to_train():
+    model = Model(Config(8), nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+
+
+def losses_of(run, *given):
+    return [float(run(*given, X)) for _ in range(3)]
+
+
 def test_an_nnx_module_with_an_attribute_that_has_no_hash():
-    def train(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
-        optimizer.update(model, grads)
-        return loss
-
-    def losses(jit):
-        model = Model(Config(8), nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
-        run = jit(train)
-        return [float(run(model, optimizer, X)) for _ in range(3)]
-
     planned = jdelta.jit(train, budget="1GiB")
-    same(losses(lambda _: planned), losses(nnx.jit))
+    same(losses_of(planned, *to_train()), losses_of(nnx.jit(train), *to_train()))
     assert len(planned.plans) == 1
+
+
+under = functools.partial(jdelta.jit, budget="1GiB")
+BOUND = {
+    "partial": lambda *given: under(functools.partial(train, *given)),
+    "partial of a jitted step": lambda *given: under(functools.partial(nnx.jit(train), *given)),
+    "jitted partial": lambda *given: under(nnx.jit(functools.partial(train, *given))),
+    "cached partial of a planned step": lambda *given: nnx.cached_partial(under(train), *given),
+    "cached partial": lambda *given: under(nnx.cached_partial(nnx.jit(train), *given)),
+}
+
+
+@pytest.mark.parametrize("way", BOUND)
+def test_nnx_modules_that_a_step_is_bound_to_are_changed(way):
+    same(losses_of(BOUND[way](*to_train())), losses_of(nnx.jit(train), *to_train()))
+
+
+def test_nnx_modules_bound_by_name_are_refused():
+    model, optimizer = to_train()
+    with pytest.raises(jdelta.ArgumentError, match="binds model, which holds NNX objects, by name"):
+        under(functools.partial(train, model=model, optimizer=optimizer))
 
 
 def test_a_method_of_an_nnx_module_changes_the_module():
