@@ -335,9 +335,9 @@ class _Timing:
 
     def _writes_late(self, loop: Eqn) -> bool:
         """Whether a forward loop copies to the host what it made an iteration before."""
-        if self.tied:
-            return True
-        return not self.least and hides_next(loop, self.clock, SLACK[self.clock.platform])
+        if self.least:
+            return False
+        return self.tied or hides_next(loop, self.clock, SLACK[self.clock.platform])
 
     def _stops(self) -> dict[int, Var]:
         """Values of the forward pass that are in memory anyway, and that its end depends on."""
@@ -402,7 +402,8 @@ class _Evaluation:
             elif eqn.primitive.name == "scan" and any(map(is_host, eqn.outvars)):
                 instead[index] = functools.partial(self._forward_loop, eqn)
             elif eqn.primitive.name == "scan" and any(map(is_host, eqn.invars)):
-                instead[index] = functools.partial(self._backward_loop, eqn)
+                if not timing.least:  # what is fetched an iteration ahead takes one more buffer
+                    instead[index] = functools.partial(self._backward_loop, eqn)
             elif eqn.primitive.name == "scan" and self._is_outer(eqn):
                 instead[index] = functools.partial(self._outer_loop, eqn)
         late = [index for _, copies in timing.starts.values() for index in copies]
