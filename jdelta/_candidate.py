@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jdelta import _jax
 from jdelta._decision import Decision
 from jdelta._emit import Emission
 from jdelta._errors import BudgetError, TraceError
@@ -228,11 +229,22 @@ def _merged(undone: Sequence[str]) -> str:
 
 
 def _largest(timeline: Timeline) -> str:
-    """What is alive at the simulated peak, for messages."""
+    """What is alive at the simulated peak, and what its operation takes itself, for messages."""
     values, names = timeline.graph.values, labels(timeline.graph)
     rows = [
         f"{names[v]} {format_array(values[v].dtype, values[v].shape)} "
         f"{format_bytes(values[v].bytes)}"
         for v in timeline.alive(timeline.peak_index)[:4]
     ]
+    if any(timeline.workspace[timeline.peak_index : timeline.peak_index + 1]):
+        rows.insert(0, _itself(timeline))
     return f"; the largest temporaries then are {', '.join(rows)}" if rows else ""
+
+
+def _itself(timeline: Timeline) -> str:
+    """What the operation at the peak takes for itself."""
+    index = timeline.peak_index
+    op = timeline.graph.operations[index]
+    line = _jax.line_of(op.equation)
+    place = f" at {line}" if line else ""
+    return f"{format_bytes(timeline.workspace[index])} that {op.primitive}{place} takes for itself"

@@ -158,11 +158,18 @@ def _arguments(call: Call) -> list[Alive]:
 
 
 def _temporaries(line: Timeline, found: Trace) -> list[Alive]:
-    """Buffers alive at the simulated peak, those that are made alike together."""
+    """Buffers alive at the simulated peak, those that are made alike together.
+
+    With what the operation that runs then takes for itself.
+    """
     values, names = line.graph.values, labels(line.graph, found.plan_name)
     alive = line.alive(line.peak_index)
     count = Counter((_alike(names[v]), values[v]) for v in alive)
-    return [Alive("temporary", name, _shape(v), n, n * v.bytes) for (name, v), n in count.items()]
+    rows = [Alive("temporary", name, _shape(v), n, n * v.bytes) for (name, v), n in count.items()]
+    if any(own := line.workspace[line.peak_index : line.peak_index + 1]):
+        maker = line.graph.operations[line.peak_index].primitive
+        rows.append(Alive("temporary", maker, "workspace", 1, *own))
+    return rows
 
 
 def _shape(array: Any) -> str:

@@ -28,11 +28,14 @@ class Timeline:
         live: Bytes alive while each operation runs, those of its own body included.
         graph: The program, in the order in which it is taken to run.
         last: For each buffer the index of the last operation that reads it.
+        workspace: Bytes that each operation needs for itself while it runs; none for one with a
+            body.
     """
 
     live: tuple[int, ...]
     graph: Graph
     last: dict[int, int]
+    workspace: tuple[int, ...]
 
     @property
     def peak(self) -> int:
@@ -80,6 +83,7 @@ def timeline(
         ends[last[value]].append(value)
     copied_out = {root for v in stacked for root in roots[v]}
     live: list[int] = []
+    workspace: list[int] = []
     now = sum(sizes[v] for v in copied)
     for index, op in enumerate(graph.operations):
         made = [v for v in op.outputs if v in roots[v] and v not in fixed and v in last]
@@ -89,14 +93,15 @@ def timeline(
         shared = sum(over.elements()) if overwrites(op, compiler) else 0
         body = op.body and body_timeline(op, op.body, compiler)
         frees = any(roots[v] and roots[v].issubset(ends[index]) for v in op.inputs)
-        inside = body.peak if body else compiler.workspace(graph, op, frees=frees)
+        workspace.append(0 if body else compiler.workspace(graph, op, frees=frees))
+        inside = body.peak if body else workspace[-1]
         inside += compiler.relaid_bytes(op)
         if compiler.copies_rows(op):
             inside += sum(sizes[v] for v in op.outputs if v in copied_out)
         now += changes[index]
         live.append(now + new - shared + inside)
         now += new - sum(sizes[v] for v in ends[index])
-    return Timeline(tuple(live), graph, last)
+    return Timeline(tuple(live), graph, last, tuple(workspace))
 
 
 def body_timeline(op: Operation, body: Graph, compiler: Compiler) -> Timeline:

@@ -81,6 +81,25 @@ def test_oom_lists_what_is_alive_at_the_peak():
     assert any(alive.name == "unit/sin" for alive in found.alive)
 
 
+def test_what_an_operation_takes_for_itself_is_named():
+    """But for a TPU's, compilers copy the rows of a ragged product for each of its groups."""
+    rows, width, groups = 256, 64, 8
+
+    def step(ws, x):
+        sizes = jnp.full(groups, rows // groups)
+        return jax.grad(lambda ws: jnp.sum(jnp.tanh(jax.lax.ragged_dot(x, ws, sizes))))(ws)
+
+    args = jnp.ones((groups, width, width)), jnp.ones((rows, width))
+    found = jdelta.explain_oom(step, *args, target="cpu")
+    own = [alive for alive in found.alive if alive.shape == "workspace"]
+    assert [(alive.name, alive.bytes) for alive in own] == [
+        ("ragged_dot_general", 2 * groups * rows * width * 4)
+    ]
+    says = r"1.00 MiB that ragged_dot_general at test_explain.py:\d+ takes for itself, "
+    with pytest.raises(jdelta.BudgetError, match=says):
+        jdelta.plan(step, "200KiB", *args)
+
+
 def test_oom_says_what_would_help():
     args = small.make_args(1 << 20)
     given = jdelta.explain_oom(small.step, *args, target="cpu")
