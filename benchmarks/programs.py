@@ -21,6 +21,7 @@ import jdelta
 from benchmarks import cases, record
 from benchmarks.record import Row, mib, share
 from jdelta._graph import graph_of
+from jdelta._planning import NEXT_IS_TOO_LARGE
 from jdelta._shardy import shardings_of
 from jdelta._target import resolve
 from tests.programs import PROGRAMS, Program, unmarked
@@ -144,7 +145,8 @@ def wrong_of_plan(r: Row, plan: Row) -> Iterator[str]:
 def is_unused(plan: Row) -> bool:
     """Whether budget is left at a price, and nothing says why."""
     left = plan["compiled_peak"] < USED * plan["budget"]
-    return left and plan["overhead"] > 1e-3 * plan["step_seconds"] and "fit" not in plan["result"]
+    at_a_price = plan["overhead"] > 1e-3 * plan["step_seconds"]
+    return left and at_a_price and NEXT_IS_TOO_LARGE not in plan["result"]
 
 
 def wrong_of_floor(r: Row, floor: int | None, above: int) -> Iterator[str]:

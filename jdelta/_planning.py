@@ -47,6 +47,9 @@ _BUDGET_IS_LEFT = (
     "than to compute it again."
 )
 
+NEXT_IS_TOO_LARGE = "What is left of the budget is less than what comes next"
+"""Begins the sentence in ``Plan.result`` about what did not fit."""
+
 Pins: TypeAlias = Mapping[str, Decision | str] | Callable[..., Any]
 
 _NO_PINS: Pins = MappingProxyType({})
@@ -401,7 +404,7 @@ def _result(found: Found) -> str:
     result = (found.best.outcome or Outcome.HEURISTIC).value
     if refused := found.refused:
         return (
-            f"{result} What is left of the budget is less than what comes next: with "
+            f"{result} {NEXT_IS_TOO_LARGE}: with "
             f"{format_some(refused.names, 3)} ({format_bytes(refused.bytes)}) kept too the step "
             f"takes {format_bytes(refused.peak)}."
         )

@@ -43,6 +43,7 @@ from benchmarks.xla import cycles, dropout, gradients, kernels
 from jdelta import TargetError, _largest
 from jdelta._chips import Rates
 from jdelta._files import Scope, hidden_scopes
+from jdelta._planning import NEXT_IS_TOO_LARGE
 from jdelta._spill import SpillRates
 from jdelta._target import resolve
 from tests.programs import PROGRAMS, SMALL
@@ -149,13 +150,16 @@ def test_the_zoo_names_what_is_not_right(monkeypatch):
     refused = {"error": "BudgetError", "says": "no", "floor": 2 * r["plain"], "budget": 1}
     raw = {"error": "KeyError", "says": "'init'", "raw": True}
     over = {**r["plan"], "compiled_peak": 2 * r["plan"]["budget"]}
-    unused = {**r["plan"], "compiled_peak": r["plan"]["floor"], "overhead": 1.0, "result": ""}
+    unused = {**r["plan"], "compiled_peak": r["plan"]["floor"], "overhead": 1.0}
     slow = {**r["at_hand"], "priced": 1.0}
     wrong = [("plan", refused), ("plan", raw), ("plan", over), ("at_hand", refused)]
     wrong += [("at_hand", raw), ("at_hand", slow)]
     for part, row in wrong:
         assert len(programs.failures({**r, part: row})) == 1, (part, row)
-    assert programs.is_unused({**unused, "budget": 2 * unused["compiled_peak"]})
+    unused["budget"] = 2 * unused["compiled_peak"]
+    assert "fit" in unused["result"]
+    assert programs.is_unused(unused)
+    assert not programs.is_unused({**unused, "result": f"{NEXT_IS_TOO_LARGE}: with a kept too"})
     late = {**refused, "seconds": 2.0, "xla": 1.0}
     rows = [r, {**r, "plan": late, "failures": ["refused"]}]
     assert f"| {name} | cpu | refused |" in programs.markdown(rows)

@@ -12,6 +12,7 @@ import jdelta
 from jdelta import BudgetError, Decision, OffloadError, PlanMismatchError
 from jdelta._emit import emit
 from jdelta._measure import Measurement
+from jdelta._planning import NEXT_IS_TOO_LARGE
 from jdelta._search import Search
 from jdelta._verify import Limits
 
@@ -187,7 +188,7 @@ def test_a_plan_that_leaves_much_at_a_price_says_what_did_not_fit(plan, monkeypa
     assert made.overhead > 0
     assert made.compiled_peak < 0.85 * made.budget
     assert made.compiles <= 10
-    assert re.search("less than what comes next: with layer/.* kept too", made.result)
+    assert re.search(f"{NEXT_IS_TOO_LARGE}: with layer/.* kept too", made.result)
 
 
 def test_a_step_with_the_users_own_checkpoint_is_priced_with_its_recompute():
