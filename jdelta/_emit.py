@@ -22,6 +22,7 @@ from jdelta._graph import Graph, graph_of
 from jdelta._jax import Jaxpr
 from jdelta._marks import NOTHING, Computed
 from jdelta._naming import RegionName
+from jdelta._narrow import with_narrow_as_they_are
 from jdelta._nest import walk
 from jdelta._peak import Timeline, timeline
 from jdelta._policy import Policy
@@ -131,9 +132,9 @@ def emit(step: Step, policy: Policy | None) -> Emission:
             run, emitted = _spilled(step, traced, policy)
             traced = _again(step, traced, run)
         flat = _jax.inline(traced.jaxpr)
-        ordered = with_forward_first(flat)
-        if ordered is not flat:
-            traced = _again(step, traced, functools.partial(_jax.evaluate, ordered))
+        changed = with_narrow_as_they_are(with_forward_first(flat))
+        if changed is not flat:
+            traced = _again(step, traced, functools.partial(_jax.evaluate, changed))
         if is_timed(traced.jaxpr, platform, offloads=bool(policy.offloaded)):
             traced = _again(step, traced, _timed(step, traced, least=policy.least))
     if step.updates_in_loops:
