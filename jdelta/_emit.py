@@ -25,6 +25,7 @@ from jdelta._naming import RegionName
 from jdelta._narrow import with_narrow_as_they_are
 from jdelta._nest import walk
 from jdelta._peak import Timeline, timeline
+from jdelta._plain_inputs import with_plain_inputs
 from jdelta._policy import Policy
 from jdelta._region import AS_WRITTEN, Grouping, Session
 from jdelta._shardy import Shardings, shardings_of
@@ -132,7 +133,8 @@ def emit(step: Step, policy: Policy | None) -> Emission:
             run, emitted = _spilled(step, traced, policy)
             traced = _again(step, traced, run)
         flat = _jax.inline(traced.jaxpr)
-        changed = with_narrow_as_they_are(with_forward_first(flat))
+        plain = with_plain_inputs(flat) if platform == "cpu" else flat
+        changed = with_narrow_as_they_are(with_forward_first(plain))
         if changed is not flat:
             traced = _again(step, traced, functools.partial(_jax.evaluate, changed))
         if is_timed(traced.jaxpr, platform, offloads=bool(policy.offloaded)):

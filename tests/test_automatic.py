@@ -12,6 +12,7 @@ from jdelta import Decision, _jax, _segments
 from jdelta._automatic import tracing
 from jdelta._emit import Step, emit
 from jdelta._forward_first import with_forward_first
+from jdelta._plain_inputs import with_plain_inputs
 from jdelta._region import Session
 from jdelta._segments import bytes_held, loss_begins, segments
 from jdelta._target import resolve
@@ -212,6 +213,25 @@ def test_recompute_waits_for_the_forward_pass(loss, ties):
         assert () in [v.aval.shape for v in barrier.outvars]
     got = jax.jit(under(*planned(step, 0.0, *args), step))(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(step(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_what_enters_a_region_is_kept_as_it_is():
+    """XLA for CPUs would compute it in each reader, from what all layers before have made."""
+    step, args = blocks(lambda y: jnp.sum(y**2))
+    found, decisions = planned(step, 0.0, *args)
+    entering = {f"{region.name}/input": Decision.SAVE for region in found.regions}
+    program = _jax.inline(jax.make_jaxpr(under(found, decisions | entering, step))(*args))
+    plainer = with_plain_inputs(program)
+    rounded, plain = (
+        [e for e in _jax.open_jaxpr(p).eqns if e.primitive.name == "reduce_precision"]
+        for p in (program, plainer)
+    )
+    assert rounded
+    assert not plain
+    assert with_plain_inputs(plainer) is plainer
+    got = _jax.evaluate(plainer, *jax.tree.leaves(args))
+    for a, b in zip(got, jax.tree.leaves(step(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
