@@ -21,11 +21,14 @@ class Nest:
         kept: How many instances of a value are alive at once: iterations of differentiated loops.
         loops: Number of those loops.
         repeats: How often that happens in a step: iterations of the loops around the gradient.
+        together: Whether one of those loops runs its body several times in an iteration, as
+            compiled: ``scan(unroll=2)``.
     """
 
     kept: int = 1
     loops: int = 0
     repeats: int = 1
+    together: bool = False
 
     @property
     def trips(self) -> int:
@@ -37,7 +40,8 @@ class Nest:
         if op.primitive == "cond":
             return self
         if op.differentiated or self.loops:
-            return Nest(self.kept * op.trips, self.loops + 1, self.repeats)
+            together = self.together or op.params.get("unroll", 1) > 1
+            return Nest(self.kept * op.trips, self.loops + 1, self.repeats, together)
         return Nest(self.kept, self.loops, self.repeats * op.trips)
 
 

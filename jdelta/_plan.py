@@ -202,7 +202,7 @@ class Plan:
             )
 
     def prevents_cse(self, region: str) -> bool:
-        """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
+        """Whether recompute in ``region`` must be shielded from CSE."""
         return self.policy is None or self.policy.prevents_cse(region)
 
     @functools.cached_property

@@ -88,6 +88,7 @@ def _policy_record(policy: Policy) -> dict[str, Any]:
         "writes_bits": policy.writes_bits,
         "least": policy.least,
         "partly": sorted(policy.partly),
+        "together": sorted(policy.together),
     }
 
 
@@ -101,11 +102,11 @@ def _read(field: dataclasses.Field[Any], value: Any) -> Any:
     if field.name in _RECORDS and value is not None:
         return _RECORDS[field.name](**value)
     if field.name == "policy" and value is not None:
-        sets = ("saved", "offloaded", "spilled", "recomputed")
+        sets = ("saved", "offloaded", "spilled", "recomputed", "partly", "together")
         names = {k: frozenset[str](value[k]) for k in sets}
         written, least = bool(value["writes_bits"]), bool(value["least"])
-        regions, partly = _tuples(value["regions"]), frozenset[str](value["partly"])
-        return Policy(**names, regions=regions, writes_bits=written, least=least, partly=partly)
+        regions = _tuples(value["regions"])
+        return Policy(**names, regions=regions, writes_bits=written, least=least)
     expected = _SCALARS.get(str(field.type))
     if expected and not isinstance(value, expected):
         raise ValueError(f"{field.name}: expected {field.type}, got {value!r}")

@@ -36,6 +36,7 @@ class Policy:
         writes_bits: Whether random bits are written to memory before they are read: TPUs need it.
         least: Whether the least memory matters more than hiding transfers.
         partly: Those regions of which some inexact argument is not differentiated.
+        together: Those regions that run several times in an iteration of a loop.
     """
 
     saved: frozenset[str]
@@ -46,6 +47,7 @@ class Policy:
     least: bool = False
     partly: frozenset[str] = frozenset()
     spilled: frozenset[str] = frozenset()
+    together: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -56,6 +58,7 @@ class Policy:
         *,
         least: bool = False,
         partly: frozenset[str] = frozenset(),
+        together: frozenset[str] = frozenset(),
     ) -> Policy:
         """The policy of decisions by name.
 
@@ -65,6 +68,7 @@ class Policy:
             platform: Platform of the target.
             least: Whether the least memory matters more than hiding transfers.
             partly: Those regions of which some inexact argument is not differentiated.
+            together: Those regions that run several times in an iteration of a loop.
         """
         names = {d: frozenset(n for n, is_d in decisions.items() if is_d is d) for d in Decision}
         return cls(
@@ -76,6 +80,7 @@ class Policy:
             least=least,
             partly=partly,
             spilled=names[Decision.SPILL],
+            together=together,
         )
 
     def __call__(self, prim: Any, /, *avals: Any, **params: Any) -> Any:
@@ -120,8 +125,12 @@ class Policy:
         return any(loops.get(region, 0) == 0 for region in map(self._region, self.offloaded))
 
     def prevents_cse(self, region: str) -> bool:
-        """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
-        return dict(self.regions).get(region, 0) == 0
+        """Whether recompute in ``region`` must be shielded from CSE.
+
+        True outside of loops, and where it runs several times in an iteration: there nothing else
+        makes the recompute of the second wait for the gradients of the first.
+        """
+        return region in self.together or dict(self.regions).get(region, 0) == 0
 
     def check_before_jvp(self, region: str) -> None:
         """Refuse to decide about a region of which only the plan knows what is differentiated.

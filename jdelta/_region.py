@@ -34,7 +34,7 @@ class RegionPolicy(Protocol):
     def __call__(self, prim: Any, /, *avals: Any, **params: Any) -> Any: ...
 
     def prevents_cse(self, region: str) -> bool:
-        """Whether recompute in ``region`` must be shielded from CSE: true outside of loops."""
+        """Whether recompute in ``region`` must be shielded from CSE."""
         ...
 
     def check_before_jvp(self, region: str) -> None:

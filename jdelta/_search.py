@@ -534,7 +534,14 @@ class Search:
     def _policy(self, decisions: Mapping[str, Decision], *, least: bool = False) -> Policy:
         names, platform = self.items.policy_decisions(decisions), self.step.target.platform
         trace = self.trace
-        return Policy.of(names, trace.loops, platform, least=least, partly=trace.partly)
+        return Policy.of(
+            names,
+            trace.loops,
+            platform,
+            least=least,
+            partly=trace.partly,
+            together=trace.together,
+        )
 
     def _priced(
         self, decisions: Mapping[str, Decision], outcome: Outcome, policy: Policy

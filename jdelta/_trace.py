@@ -90,6 +90,11 @@ class Trace:
         return {region.name: region.nest.kept for region in self.regions if region.nest.loops}
 
     @property
+    def together(self) -> frozenset[str]:
+        """Names in plans of the regions that run several times in an iteration of a loop."""
+        return frozenset(region.name for region in self.regions if region.nest.together)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of what the layers of loops have rows of: their weights."""
         return _row_bytes(self.graph)

@@ -36,7 +36,7 @@ def decided(step, decide, *args):
 
 def under(found, decisions, fun):
     """`fun` with its regions following the decisions."""
-    policy = Policy.of(decisions, found.loops, "tpu")
+    policy = Policy.of(decisions, found.loops, "tpu", together=found.together)
 
     def run(*args):
         session = Session(policy, found.aliases, automatic=found.automatic, grouping=found.grouping)

@@ -18,7 +18,7 @@ from jdelta._region import Grouping
 from jdelta._residual import residuals
 from jdelta._target import resolve
 from jdelta._trace import trace
-from tests.compilers import needs_cuda
+from tests.compilers import TARGETS, needs_cuda
 from tests.frameworks import LAYERS, STEPS, block, mean_square, plain
 from tests.planning import planned, under
 
@@ -350,3 +350,56 @@ def test_a_loop_that_is_unrolled_is_planned_on_cpus():
     plan = jdelta.plan(step, 0.7, w, keys, jax.ShapeDtypeStruct((4096, 64), jnp.float32))
     assert plan.compiled_peak <= plan.budget < plan.ceiling
     assert not plan.undone
+
+
+def blocks(body, unroll):
+    """A training step over a loop of residual blocks of two products."""
+
+    def step(ws, x):
+        def loss(ws):
+            return mean_square(jax.lax.scan(body, x, ws, unroll=unroll)[0])
+
+        value, grads = jax.value_and_grad(loss)(ws)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), value
+
+    return step
+
+
+def two_products(x, ws):
+    return x + jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]), None
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("target", ["cpu", *TARGETS])
+@pytest.mark.parametrize("unroll", [1, 2, 4, True])
+def test_a_loop_that_is_unrolled_takes_no_more_than_by_hand(unroll, target):
+    """Where one iteration runs several layers, recompute of each waits for its cotangent."""
+    target, rows = resolve(target), 1024 if target == "cpu" else 16384
+    shapes = (4, 256, 512), (4, 512, 256), (rows, 256)
+    *ws, x = (jax.ShapeDtypeStruct(shape, "f4") for shape in shapes)
+    args = target.abstract((ws, x))
+    by_hand = blocks(jax.checkpoint(two_products), unroll)
+    lowered = jax.jit(by_hand, donate_argnums=0).trace(*args)
+    lowered = lowered.lower(lowering_platforms=(target.platform,))
+    step = blocks(two_products, unroll)
+    found = trace(step, *args)
+    names = [v.name for region in found.regions for v in residuals(region, target)]
+    policy = Policy.of(
+        dict.fromkeys(names, Decision.RECOMPUTE),
+        found.loops,
+        target.platform,
+        together=found.together,
+    )
+    made = Step(step, args, (0,), target, found.aliases, found.automatic)
+    floor = measure(emit(made, policy).lower(), target)[1].peak
+    assert floor <= 1.02 * measure(lowered, target)[1].peak
+
+
+def test_layers_that_an_iteration_runs_together_are_shielded():
+    step, args = unrolled(2)
+    found = trace(step, *args)
+    looped, apart = found.regions
+    policy = Policy.of({}, found.loops, "tpu", together=found.together)
+    assert found.together == {looped.name}
+    assert all(policy.prevents_cse(region.name) for region in (looped, apart))
+    assert not trace(*unrolled(1)[:1], *args).together
