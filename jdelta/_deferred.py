@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -65,15 +66,17 @@ class _Deferred:
         self._step = step
         self._plan_of = plan_of
         self._steps: dict[Any, PlannedStep] = {}
+        self._planning = threading.RLock()  # so that several threads make one plan
         self.plans: list[Plan] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = call_of(self._step, args, kwargs)
-        if call.key not in self._steps:
-            refuse_tracers(call)  # before minutes of planning
-            plan = self._plan_of(call)
-            self.plans.append(plan)
-            self._steps[call.key] = plan.jit()
+        with self._planning:
+            if call.key not in self._steps:
+                refuse_tracers(call)  # before minutes of planning
+                plan = self._plan_of(call)
+                self.plans.append(plan)
+                self._steps[call.key] = plan.jit()
         return self._steps[call.key].run(call)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
 import jax
@@ -81,6 +82,14 @@ def test_a_decorator_with_arguments_keeps_the_name():
     assert (named.__name__, named.__doc__) == ("named", "What it does.")
     with pytest.raises(AttributeError, match="planned when it is called"):
         _ = named.lower
+
+
+def test_several_threads_make_one_plan():
+    planned = jdelta.jit(step, budget="1GiB")
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda _: planned(start(), X), range(3)))
+    same(results, [step(start(), X)] * 3)
+    assert len(planned.plans) == 1
 
 
 def test_methods_are_steps():
