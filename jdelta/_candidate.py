@@ -146,7 +146,7 @@ def too_small(
     inside = (r for r in residuals if not r.boundary and decisions[r.name] is Decision.SAVE)
     kept = sum(r.bytes for r in inside)
     few = f" but {format_bytes(kept)}" if kept else ""
-    host, undone = (m.host, m.undone) if (m := floor.measurement) else (0, ())
+    host = floor.measurement.host if floor.measurement else 0
     away = f" and {format_bytes(host)} on the host" if host else ""
     if files := floor.emission.spilled.bytes:
         away += f" or in files ({format_bytes(files)})"
@@ -155,7 +155,7 @@ def too_small(
         f"{few}{away} the step still needs {format_bytes(floor.peak)} per device"
         f"{_largest(floor.emission.timeline)}. Raise the budget to {_floor(least, floor)}, "
         "donate the state (donate_argnums), make the batch smaller, or mark smaller units with "
-        f"jdelta.remat.{_merged(undone) if platform == 'cpu' else ''}",
+        f"jdelta.remat.{_merged(floor, residuals, platform)}",
         floor=least,
     )
 
@@ -167,20 +167,24 @@ def _floor(least: int, floor: Candidate) -> str:
     return f"the {format_bytes(least)} that another plan of it takes"
 
 
-def above_plain(bound: int, plain: Candidate, floor: int) -> BudgetError:
+def above_plain(
+    bound: int, plain: Candidate, floor: Candidate, residuals: Sequence[Residual], platform: str
+) -> BudgetError:
     """The error of a budget below the plain step, which takes less than everything recomputed.
 
     Args:
         bound: The budget, bytes.
         plain: The plain step, compiled.
-        floor: Compiled peak with everything recomputed, bytes.
+        floor: Everything recomputed, compiled.
+        residuals: Residuals of the step.
+        platform: Platform of the target.
     """
     return BudgetError(
         f"The budget of {format_bytes(bound)} is below the floor: the step as it is needs "
         f"{format_bytes(plain.peak)} per device{_largest(plain.emission.timeline)}, and with every "
-        f"residual recomputed {format_bytes(floor)}, which is no less. Raise the budget to the "
-        f"floor, donate the state (donate_argnums), make the batch smaller, or mark smaller units "
-        "with jdelta.remat.",
+        f"residual recomputed {format_bytes(floor.peak)}, which is no less. Raise the budget to "
+        "the floor, donate the state (donate_argnums), make the batch smaller, or mark smaller "
+        f"units with jdelta.remat.{_merged(floor, residuals, platform)}",
         floor=plain.peak,
     )
 
@@ -216,15 +220,23 @@ def nothing_kept(bound: int, plain: Candidate, uncut: str) -> BudgetError | Trac
     )
 
 
-def _merged(undone: Sequence[str]) -> str:
-    """What to do about XLA for CPUs, which merges recompute with what it repeats."""
-    if not undone:
+def _merged(floor: Candidate, residuals: Sequence[Residual], platform: str) -> str:
+    """What to do about a compiler that merges recompute with what it repeats."""
+    undone = set(floor.measurement.undone) if floor.measurement else set[str]()
+    kept = sorted((r for r in residuals if r.name in undone), key=lambda r: -r.bytes)
+    if not kept:
         return ""
+    names = format_some([r.name for r in kept], 3)
+    said = f" The compiler keeps {format_bytes(sum(r.bytes for r in kept))} all the same ({names})"
+    if platform != "cpu":
+        return (
+            f"{said}: it takes their recompute for what it repeats, and undoes it. Run the layers "
+            "under jax.lax.scan, where the two are apart."
+        )
     return (
-        f" The compiler keeps {len(undone)} values all the same, such as {undone[0]}: before jax "
-        "0.12 XLA for CPUs undoes recompute outside of loops. Upgrade jax, run the layers under "
-        "jax.lax.scan, spill to files (spill=), or plan for the accelerator that is to train "
-        "(target='tpu:v5e')."
+        f"{said}: before jax 0.12 XLA for CPUs undoes recompute outside of loops. Upgrade jax, run "
+        "the layers under jax.lax.scan, spill to files (spill=), or plan for the accelerator that "
+        "is to train (target='tpu:v5e')."
     )
 
 

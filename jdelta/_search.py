@@ -277,7 +277,8 @@ class Search:
             return self._found(best, bound, best)
         is_free = not set(self.items.pinned.values()) - {Decision.SAVE}
         if is_free and error.floor is not None and plain.peak < error.floor:
-            raise above_plain(bound, plain, error.floor) from None
+            floor, platform = self._compile(self._floor()), self.step.target.platform
+            raise above_plain(bound, plain, floor, self.items.residuals, platform) from None
         raise error
 
     def _filled(self, best: Candidate, bound: int) -> Candidate:

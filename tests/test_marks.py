@@ -95,6 +95,21 @@ def test_recompute_that_a_compiler_undoes_is_reported(monkeypatch):
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", TARGETS)
+def test_an_error_names_the_recompute_that_a_compiler_undoes(target, monkeypatch):
+    shapes = jax.ShapeDtypeStruct((3, 512, 512), "f4"), jax.ShapeDtypeStruct((32768, 512), "f4")
+    options = {"target": target, "host_budget": 0}
+    with pytest.raises(jdelta.BudgetError) as kept_apart:
+        jdelta.plan(step, "1MiB", *shapes, **options)
+    monkeypatch.setattr(Policy, "prevents_cse", lambda *_: False)
+    with pytest.raises(jdelta.BudgetError, match=r"keeps .* all the same \(layer_\d/") as merged:
+        jdelta.plan(step, "1MiB", *shapes, **options)
+    assert "Run the layers under jax.lax.scan" in str(merged.value)
+    assert "all the same" not in str(kept_apart.value)
+    assert kept_apart.value.floor < merged.value.floor
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("target", TARGETS)
 def test_compilers_for_accelerators_undo_nothing(target):
     plan = jdelta.plan(step, None, *SHAPES, pin={"*": "recompute"}, target=target)
     assert plan.undone == ()
