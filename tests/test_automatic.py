@@ -305,12 +305,9 @@ def test_the_floor_of_a_step_with_checkpoints_is_no_higher_than_its_own_peak():
     assert caught.value.floor <= 1.02 * plain
 
 
-_WRITTEN = pytest.mark.xfail(reason="a TPU writes the noise that a product of it is made of")
-
-
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("kind", ["mask", pytest.param("scale", marks=_WRITTEN)])
+@pytest.mark.parametrize("kind", ["mask", "scale"])
 def test_the_floor_of_layers_with_random_bits_is_that_of_recompute_by_hand(kind, target):
     def block(x, up, down, key):
         h = jax.nn.silu(x @ up)

@@ -76,15 +76,16 @@ def test_what_two_readers_share_is_written_once():
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_noise_is_written_as_the_numbers_that_are_added(raw):
+def test_masks_are_written_and_noise_is_not(raw):
     key = jax.random.PRNGKey(0) if raw else KEY
     x = jnp.ones((4, 6))
 
     def noisy(x):
-        return x + jax.random.uniform(key, x.shape)
+        noise = jax.random.uniform(key, x.shape)
+        return jnp.where(noise < 0.5, x, 0.0) + noise * x
 
     _, rewritten = written(noisy, x)
-    assert barriers(rewritten) == [("float32", (4, 6))]
+    assert barriers(rewritten) == [("bool", (4, 6))]
     np.testing.assert_array_equal(_jax.evaluate(rewritten, x)[0], noisy(x))
 
 
