@@ -188,7 +188,7 @@ def test_what_is_left_after_a_miss_is_used_with_layers_alike(monkeypatch):
     assert plan.grouping.layers == 1
     assert max(p for p in peaks[1:] if p <= BUDGET) == peaks[-1] == plan.compiled_peak
     assert plan.floor == min(peaks)
-    assert plan.compiles == len(peaks) == 6
+    assert plan.compiles == len(peaks) <= 6
 
 
 @needs_cuda
