@@ -165,6 +165,23 @@ def drawn(x):
     return x + jnp.where(jax.random.uniform(key, x.shape) > 0.3, jnp.sin(x), 0.0)
 
 
+def drawn_by_rbg(x):
+    """Bits of another generator, whose primitive is another."""
+    return x * jax.random.uniform(jax.random.key(7, impl="rbg"), x.shape)
+
+
+def ruled_inside(x):
+    """A rule made anew, which closes over what is traced."""
+    level = lax.stop_gradient(jnp.tanh(x).mean())
+
+    @jax.custom_jvp
+    def swell(y):
+        return jnp.sin(level * y)
+
+    swell.defjvp(lambda y, t: (swell(y[0]), level * jnp.cos(level * y[0]) * t[0]))
+    return swell(x)
+
+
 UNARY: dict[str, Callable[[Any], Any]] = {
     "tanh": jnp.tanh,
     "softmax": jax.nn.softmax,
@@ -197,6 +214,8 @@ UNARY: dict[str, Callable[[Any], Any]] = {
     "rng": dropped,
     "noise": noisy,
     "drawn": drawn,
+    "drawn by rbg": drawn_by_rbg,
+    "rule made inside": ruled_inside,
     "scan": along_rows,
     "scan of scans": looped_twice,
     "fori_loop": powers,
@@ -226,6 +245,7 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "atan2": lambda x, y: jnp.arctan2(x, 1.0 + y * y),
     "hypot": lambda x, y: jnp.sqrt(1.0 + x * x + y * y),
 }
+WRAPPED = ["nothing", "micro-batches", "per example", *(["ref"] if hasattr(jax, "new_ref") else [])]
 PRODUCTS = {"first": 0, "second": 1}
 
 
@@ -314,6 +334,16 @@ def branched(unit, ws, x):
     return unit(w, y)[0], 0.0
 
 
+def every_second(unit, ws, x):
+    """In a loop, in a branch of it."""
+
+    def body(x, iw):
+        i, w = iw
+        return lax.cond(i % 2 == 0, lambda x: unit(w, x)[0], jnp.sin, x), None
+
+    return lax.scan(body, x, (jnp.arange(LAYERS), ws))[0], 0.0
+
+
 def checkpointed(unit, ws, x):
     """Every second unit has a checkpoint of the user's own."""
     ways, total = (unit, jax.checkpoint(unit)), 0.0
@@ -330,10 +360,12 @@ LAYER_FORMS = {
     "scan": scanned,
     "reversed scan": functools.partial(scanned, reverse=True),
     "scan unrolled by two": functools.partial(scanned, unroll=2),
+    "scan unrolled by three": functools.partial(scanned, unroll=3),
     "scan unrolled whole": functools.partial(scanned, unroll=True),
     "scan of scans": twice_scanned,
     "vmap": vmapped,
     "cond": branched,
+    "cond in a scan": every_second,
 }
 
 
@@ -345,7 +377,7 @@ def step_of(form, remat):
 
     def loss(ws, x):
         y, side = run(marked, ws, x)
-        return mean_square(y) + 0.01 * side, y
+        return mean_square(y) + 0.01 * side, (y, jnp.argmax(y, -1))
 
     gradient = jax.value_and_grad(loss, form.argnums, has_aux=True)
     if form.wrapped == "micro-batches":
@@ -356,7 +388,18 @@ def step_of(form, remat):
         )[0]
     if form.wrapped == "per example":
         return lambda ws, x: jax.vmap(gradient, (None, 0))(ws, jnp.stack([x, 0.5 * x]))
+    if form.wrapped == "ref":
+        return lambda ws, x: noted(gradient(ws, x))
     return gradient
+
+
+def noted(results):
+    """Results, and some of them by way of a mutable array."""
+    (value, _), grads = results
+    ref = jax.new_ref(jnp.zeros(2, value.dtype))
+    ref[0] += value
+    ref[1] += jax.tree.leaves(grads)[0].sum()
+    return results, ref[...]
 
 
 def arguments():
@@ -382,7 +425,7 @@ def forms(layers):
             max_size=8,
         ).map(tuple),
         st.just(layers),
-        st.sampled_from(["nothing", "micro-batches", "per example"]),
+        st.sampled_from(WRAPPED),
         st.sampled_from([(0,), (1,), (0, 1)]),
         st.booleans(),
     ).map(unmarked_with_refs)

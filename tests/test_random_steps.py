@@ -55,9 +55,12 @@ def planned(step, args, decisions, pins):
 
 def check(got, expected):
     got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
-    largest = max(float(abs(leaf).max()) for leaf in expected)
+    largest = max(float(abs(leaf).max()) for leaf in expected if leaf.dtype == np.float32)
     for a, b in zip(got, expected, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if a.dtype != np.float32:
+            np.testing.assert_array_equal(a, b)
+            continue
         scale = max(float(abs(b).max()), 1e-2 * largest)
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3 * scale)
 
@@ -85,7 +88,7 @@ def test_results_equal_the_plain_step(layers):
     run()
 
 
-@pytest.mark.parametrize("layers", sorted(set(LAYER_FORMS) - {"cond"}))
+@pytest.mark.parametrize("layers", sorted(set(LAYER_FORMS) - {"cond", "cond in a scan"}))
 def test_what_enters_a_unit_is_moved_where_it_is_said_to_be_read(layers, tmp_path):
     """All else being kept: JAX hands it on to the backward pass, or does not.
 

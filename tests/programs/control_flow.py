@@ -18,7 +18,7 @@ from tests.programs.parts import (
     unrolled,
     weights,
 )
-from tests.programs.table import Size, program
+from tests.programs.table import FEW, Size, program
 
 
 @program(units=True)
@@ -265,7 +265,7 @@ def mapped_with_batches(size, remat):
     return trained(loss), (weights(size), rows(size))
 
 
-@program(units=True)
+@program(units=True, small=FEW)
 def associative_scan(size, remat):
     """A linear recurrence over the rows, in parallel."""
 

@@ -34,6 +34,8 @@ class Size:
 
 
 SMALL = Size(64, 8)
+FLAT = Size(64, 8, 2)
+FEW = Size(8, 8)
 LARGE = Size(8192, 512)
 """What a unit gives is 16 MiB of float32."""
 
@@ -68,6 +70,7 @@ class Program:
         kind: The file that it is in, as in ``"layers"``.
         make: From a size and what goes around units to the step and its arguments.
         units: Whether it has units that `jax.checkpoint` can go around by hand.
+        small: Its size in the tests: of a large program one with fewer layers or rows.
         large: Its size in the benchmark; nothing where it is not of a use there.
         right: What comes of a plan that recomputes everything: the numbers of the plain step
             (nothing), or an error.
@@ -82,6 +85,7 @@ class Program:
     kind: str
     make: Make
     units: bool = False
+    small: Size = SMALL
     large: Size | None = LARGE
     right: Refused | None = None
     jit: Callable[..., Any] = jax.jit
