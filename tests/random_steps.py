@@ -171,14 +171,13 @@ def drawn_by_rbg(x):
 
 
 def ruled_inside(x):
-    """A rule made anew, which closes over what is traced."""
-    level = lax.stop_gradient(jnp.tanh(x).mean())
+    """A rule made anew by each call; JAX lets it close over nothing that is traced in a loop."""
 
     @jax.custom_jvp
     def swell(y):
-        return jnp.sin(level * y)
+        return jnp.sin(y + SHIFT)
 
-    swell.defjvp(lambda y, t: (swell(y[0]), level * jnp.cos(level * y[0]) * t[0]))
+    swell.defjvp(lambda y, t: (swell(y[0]), jnp.cos(y[0] + SHIFT) * t[0]))
     return swell(x)
 
 
