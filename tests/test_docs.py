@@ -96,7 +96,7 @@ def test_scripts_that_pages_name_exist(page):
 SAME_NAME = (
     *("compiled_order", "hand_policies", "max_batch", "offload", "order", "per_layer", "pins"),
     *("prices", "resident", "rok", "savings", "sharded", "simulation", "small_order", "throttled"),
-    *("unmarked", "updates"),
+    *("programs", "unmarked", "updates"),
 )
 TABLES = {
     "budgets-cuda-h100": "budgets",
