@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jdelta import _jax
@@ -196,7 +195,7 @@ def _unit(unit: Named, later: set[Var], env: _jax.Env, *, marked: bool) -> None:
     """
     eqns = unit.eqns
     out = [v for eqn in eqns for v in eqn.outvars if _jax.is_var(v) and v in later]
-    moving = [v for v in out if marked and jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    moving = [v for v in out if marked and _jax.is_inexact(v)]
     if moving:
         program = _jax.inline(_jax.program_of(eqns, moving))
         run = region(functools.partial(_jax.evaluate, program), unit.base)

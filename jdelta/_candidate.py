@@ -248,15 +248,14 @@ def _largest(timeline: Timeline) -> str:
         f"{format_bytes(values[v].bytes)}"
         for v in timeline.alive(timeline.peak_index)[:4]
     ]
-    if any(timeline.workspace[timeline.peak_index : timeline.peak_index + 1]):
+    if timeline.peak_workspace:
         rows.insert(0, _itself(timeline))
     return f"; the largest temporaries then are {', '.join(rows)}" if rows else ""
 
 
 def _itself(timeline: Timeline) -> str:
     """What the operation at the peak takes for itself."""
-    index = timeline.peak_index
-    op = timeline.graph.operations[index]
+    op = timeline.graph.operations[timeline.peak_index]
     line = _jax.line_of(op.equation)
     place = f" at {line}" if line else ""
-    return f"{format_bytes(timeline.workspace[index])} that {op.primitive}{place} takes for itself"
+    return f"{format_bytes(timeline.peak_workspace)} that {op.primitive}{place} takes for itself"

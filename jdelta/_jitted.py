@@ -212,8 +212,9 @@ def check_meant(step: Jitted, option: str, value: Any, kind: Any) -> None:
 
 def _taken_apart(step: Callable[..., Any]) -> Jitted:
     """What ``jax.jit`` and its like were told when they made a step."""
-    if isinstance(_plain_jit(step), _JITTED):
-        return _of_jit(step, _plain_jit(step)._jit_info)
+    info = _jit_info(step)
+    if info is not None:
+        return _of_jit(step, info)
     if "equinox" in sys.modules:
         from jdelta import equinox
 
@@ -235,16 +236,17 @@ def _called(self: Any, *args: Any, **given: Any) -> Any:
     return self(*args, **given)
 
 
-_JITTED = type(jax.jit(_called))
+_JITTED: Any = type(jax.jit(_called))
 
 
-def _plain_jit(step: Any) -> Any:
-    """What ``nnx.jit`` has made with ``jax.jit``; another step itself.
+def _jit_info(step: Any) -> Any:
+    """What ``jax.jit`` was told of a step, also by ``nnx.jit``; None where it has not made it.
 
     A function that wraps a jitted one (``functools.wraps``) is no jitted one, though it has all of
     its attributes.
     """
-    return step.jitted_fn if type(step).__module__.startswith("flax.nnx.") else step
+    plain = step.jitted_fn if type(step).__module__.startswith("flax.nnx.") else step
+    return plain._jit_info if isinstance(plain, _JITTED) else None
 
 
 def _bound(step: Jitted, first: Sequence[Any]) -> Jitted:

@@ -166,9 +166,9 @@ def _temporaries(line: Timeline, found: Trace) -> list[Alive]:
     alive = line.alive(line.peak_index)
     count = Counter((_alike(names[v]), values[v]) for v in alive)
     rows = [Alive("temporary", name, _shape(v), n, n * v.bytes) for (name, v), n in count.items()]
-    if any(own := line.workspace[line.peak_index : line.peak_index + 1]):
+    if line.peak_workspace:
         maker = line.graph.operations[line.peak_index].primitive
-        rows.append(Alive("temporary", maker, "workspace", 1, *own))
+        rows.append(Alive("temporary", maker, "workspace", 1, line.peak_workspace))
     return rows
 
 

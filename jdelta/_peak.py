@@ -47,6 +47,11 @@ class Timeline:
         """Index of the operation that runs at the peak."""
         return max(range(len(self.live)), key=self.live.__getitem__, default=0)
 
+    @property
+    def peak_workspace(self) -> int:
+        """Bytes that the operation at the peak needs for itself."""
+        return self.workspace[self.peak_index] if self.workspace else 0
+
     def alive(self, index: int) -> list[int]:
         """The buffers alive while an operation runs, largest first."""
         producers, values = self.graph.producers(), self.graph.values
