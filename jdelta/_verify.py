@@ -12,8 +12,9 @@ from jdelta._candidate import Candidate, not_there, wrong_order
 from jdelta._decision import Decision
 from jdelta._errors import BudgetError, OffloadError, PlanMismatchError, SpillError
 from jdelta._format import format_bytes, format_some
+from jdelta._graph import TRANSFER, Graph
 from jdelta._host import without_place
-from jdelta._nest import walk
+from jdelta._nest import OUTSIDE, Nest, walk
 from jdelta._residual import Residual
 from jdelta._spilled import check_spilled
 
@@ -121,6 +122,25 @@ def _check_host_room(candidate: Candidate, residuals: Sequence[Residual], room: 
             f"The plan puts {format_bytes(away)} on the host, more than host_budget, "
             f"{format_bytes(round(room))}."
         )
+    measured = candidate.measurement
+    assert measured is not None
+    own = max(0, _copied_to_host(candidate.emission.timeline.graph) - away)
+    if measured.host > room + own:
+        raise OffloadError(
+            f"The plan's compiled program holds {format_bytes(measured.host)} on the host, where "
+            f"the plan puts {format_bytes(away)} and the step itself {format_bytes(own)}: more "
+            f"than host_budget, {format_bytes(round(room))}, allows. Raise host_budget."
+        )
+
+
+def _copied_to_host(graph: Graph, nest: Nest = OUTSIDE) -> int:
+    """Bytes per device that a program copies to the host: so many may be there at once."""
+    copied = 0
+    for op in graph.operations:
+        if op.primitive == TRANSFER:  # what is fetched counts nothing: it is on the host
+            copied += nest.trips * graph.values[op.inputs[0]].bytes
+        copied += sum(_copied_to_host(body, nest.inside(op)) for body in op.bodies)
+    return copied
 
 
 def _check_files(candidate: Candidate, residuals: Sequence[Residual], room: float) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +119,24 @@ def test_more_than_host_budget_is_refused(plan, monkeypatch):
     monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: measured(e, **there))
     with pytest.raises(OffloadError, match="more than host_budget"):
         plan(host_budget=None, pin={"*cos*": "offload"})
+
+
+def own_offload(ws, x):
+    there = jax.device_put(x, jax.memory.Space.Host)
+    return step(ws, x) + jnp.sum(jax.device_put(there, jax.memory.Space.Device))
+
+
+@pytest.mark.parametrize(("made", "own"), [(step, 0), (own_offload, 1 << 24)])
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_program_that_holds_more_on_the_host_than_host_budget_is_refused(
+    made, own, more, plan, monkeypatch
+):
+    room = 12 << 24
+    there = {"host": room + own + more, "host_buffers": (room, own)}
+    monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: measured(e, **there))
+    ask = functools.partial(jdelta.plan, made, "4GiB", *ARGS, target=TARGET, host_budget=room)
+    with pytest.raises(OffloadError, match="compiled program holds") if more else nullcontext():
+        ask(pin={"*cos*": "offload"})
 
 
 def test_a_remembered_plan_is_compiled_and_compared(plan):
