@@ -8,8 +8,10 @@ Where units offload nothing, vectors, the gradients of biases and scales, are le
 the sums they are (1.3 % of ResNet-50's step, by compiled instructions). Where they do, it may put
 them off too (an MLP: 1.5 GiB of 5.4).
 
-All wait in the type that they are computed in, which may be narrower than that of the weights: else
-they would take memory in both.
+All wait as small as they are on their way: in the type that they are computed in, which may be
+narrower than that of the weights, and without the zeros around the gradient of one layer's slice of
+stacked weights. What makes them larger comes after the barrier, where XLA fuses it into what reads
+them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jax import lax
 
@@ -25,20 +28,41 @@ from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._primitives import MATMULS, VIEWS
 from jdelta._transfer import is_host
 
+_GROWS = frozenset("broadcast_in_dim convert_element_type pad reshape squeeze transpose".split())
+"""What may make a gradient larger, or stands between what does."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How a gradient is made of a smaller value: of the gradient of a slice, with zeros around it.
+
+    Attributes:
+        of: The smaller value.
+        eqns: What makes the gradient of it, in order.
+    """
+
+    of: Var
+    eqns: tuple[Eqn, ...]
+
+    def __call__(self, small: Any) -> Any:
+        """The gradient, of the smaller value."""
+        program = _jax.program_of(self.eqns, [self.eqns[-1].outvars[0]])
+        return _jax.evaluate(program, small)[0]
+
 
 @dataclass(frozen=True)
 class Gradients:
     """What of a flat program's backward pass is to be there together.
 
     Attributes:
-        early: Gradients, and what a backward unit or loop (by its index) begins with once all of
-            them are there.
-        wide: From a gradient among these to what it is converted to.
+        early: Gradients, as small as they are on their way, and what a backward unit or loop (by
+            its index) begins with once all of them are there.
+        grown: For the same indices, how gradients are made of what is small among these.
         results: Of each backward unit, what ends together.
     """
 
     early: Mapping[int, list[Var]]
-    wide: Mapping[Var, Var]
+    grown: Mapping[int, Mapping[Var, Growth]]
     results: list[list[Var]]
 
     @classmethod
@@ -55,15 +79,15 @@ class Gradients:
         read = _read(inner.eqns) | set(filter(_jax.is_var, inner.outvars))
         tied = {v for v in read if not is_host(v) and (vectors or v.aval.ndim > 1)}
         backward = (i for i, eqn in enumerate(inner.eqns) if loops and is_backward_loop(eqn))
-        early, wide = _early(inner.eqns, sorted([*units, *backward]), tied)
+        early, grown = _early(inner.eqns, sorted([*units, *backward]), tied)
         bodies = [inner.eqns[index] for index in units]
         ending = tied | _read(bodies)  # what units hand on ends with them in any case
-        return cls(early, wide, [[v for v in unit.outvars if v in ending] for unit in bodies])
+        return cls(early, grown, [[v for v in unit.outvars if v in ending] for unit in bodies])
 
 
 def _early(
     eqns: Sequence[Eqn], regions: Sequence[int], tied: set[Var]
-) -> tuple[dict[int, list[Var]], dict[Var, Var]]:
+) -> tuple[dict[int, list[Var]], dict[int, dict[Var, Growth]]]:
     """Tie gradients to what comes next, where only what follows all units and loops reads them.
 
     Such as those of a head's weights, made of values that are large; products also where something
@@ -74,17 +98,18 @@ def _early(
     waiting = tied - _read(eqns[: max(regions, default=-1) + 1])
     products = tied & _products(eqns)
     early: dict[int, list[Var]] = {}
-    wide: dict[Var, Var] = {}
+    grown: dict[int, dict[Var, Growth]] = {}
     for begin, end in itertools.pairwise([-1, *regions]):
         between = eqns[begin + 1 : end]
         made = [v for eqn in between if _jax.is_backward(eqn) for v in eqn.outvars]
         read = _read(eqns[begin + 1 : end + 1])
         gradients = [v for v in made if v in waiting or (v in products and v not in read)]
-        first, narrow = start(eqns[end]), _widened(between)
+        first = start(eqns[end])
         if gradients and first:
-            early[end] = [*first, *(narrow.get(v, v) for v in gradients)]
-            wide.update((narrow[v], v) for v in gradients if v in narrow)
-    return early, wide
+            growths = _growths(between)
+            grown[end] = {v: growths[v] for v in gradients if v in growths}
+            early[end] = [*first, *(growths[v].of if v in growths else v for v in gradients)]
+    return early, grown
 
 
 def _products(eqns: Sequence[Eqn]) -> set[Var]:
@@ -121,19 +146,13 @@ def has_regions(closed: Jaxpr) -> bool:
     )
 
 
-def narrowed(body: Jaxpr) -> tuple[Jaxpr, list[bool]]:
-    """A program without its last conversions to wider types, and which results lack one."""
+def without_growth(body: Jaxpr) -> tuple[Jaxpr, list[Growth | None]]:
+    """A program without what makes its results larger in the end, and what that is for each."""
     inner = _jax.open_jaxpr(body)
-    narrow = _widened(inner.eqns)
-    results = [narrow.get(v, v) if _jax.is_var(v) else v for v in inner.outvars]
-    is_narrow = [v is not result for v, result in zip(inner.outvars, results, strict=True)]
-    return _jax.rebuild(body, inner.eqns, results), is_narrow
-
-
-def widen(names: Mapping[Var, Var], env: _jax.Env) -> None:
-    """Convert values to the type of a variable: from that to the one whose value it is."""
-    for wide, narrow in names.items():
-        env[wide] = lax.convert_element_type(env[narrow], wide.aval.dtype)
+    growths = _growths(inner.eqns)
+    grown = [growths.get(v) if _jax.is_var(v) else None for v in inner.outvars]
+    small = [g.of if g else v for v, g in zip(inner.outvars, grown, strict=True)]
+    return _jax.rebuild(body, inner.eqns, small), grown
 
 
 def tie(names: Sequence[Var], env: _jax.Env) -> None:
@@ -143,15 +162,21 @@ def tie(names: Sequence[Var], env: _jax.Env) -> None:
     env.update(zip(names, values, strict=True))
 
 
-def _widened(eqns: Sequence[Eqn]) -> dict[Var, Var]:
-    """What some equations convert to a type of more bytes: from that to what they convert."""
-    conversions = (eqn for eqn in eqns if eqn.primitive.name == "convert_element_type")
-    pairs = ((eqn.outvars[0], eqn.invars[0]) for eqn in conversions)
-    return {v: x for v, x in pairs if _jax.is_var(x) and _itemsize(x) < _itemsize(v)}
+def _growths(eqns: Sequence[Eqn]) -> dict[Var, Growth]:
+    """How what some equations make is made of something smaller, where it is.
 
-
-def _itemsize(v: Var) -> int:
-    return v.aval.dtype.itemsize
+    Of the smallest on the way; the last of equal ones.
+    """
+    ways: dict[Var, Growth] = {}
+    for eqn in eqns:
+        read = [v for v in eqn.invars if _jax.is_var(v)]
+        if eqn.primitive.name in _GROWS and len(read) == 1:
+            (source,), (result,) = read, eqn.outvars
+            before = ways.get(source, Growth(source, ()))
+            smallest = min((source, before.of), key=_jax.bytes_of)
+            way = before if smallest is not source else Growth(source, ())
+            ways[result] = Growth(way.of, (*way.eqns, eqn))
+    return {v: way for v, way in ways.items() if _jax.bytes_of(way.of) < _jax.bytes_of(v)}
 
 
 def _read(eqns: Sequence[Eqn]) -> set[Var]:

@@ -38,7 +38,7 @@ from jax import lax
 
 from jdelta import _jax, _transfer
 from jdelta._chips import Rates
-from jdelta._gradients import Gradients, has_regions, narrowed, start, tie, widen
+from jdelta._gradients import Gradients, has_regions, start, tie, without_growth
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._loop_gradients import with_gradients_in_place
 from jdelta._pipeline import (
@@ -425,10 +425,10 @@ class _Evaluation:
             env[eqn.outvars[0]] = jax.device_put(away, jax.memory.Space.Host)
         if timing.head and timing.head[0] == index:
             self._fetch(HEAD, [timing.head[1]], env)
-        early, wide = timing.gradients.early.get(index + 1, ()), timing.gradients.wide
-        if early:
+        if early := timing.gradients.early.get(index + 1):
             tie(early, env)
-            widen({wide[v]: v for v in early if v in wide}, env)
+            for v, growth in timing.gradients.grown[index + 1].items():
+                env[v] = growth(env[growth.of])
 
     def _forward_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
         values, late = forward_loop(
@@ -471,7 +471,7 @@ class _Evaluation:
             self.device[v] if is_host(v) and v in self.device else x
             for v, x in zip(eqn.invars, _jax.read(env, eqn.invars), strict=True)
         ]
-        body, is_narrow = narrowed(body)
+        body, grown = without_growth(body)
         inputs = [
             self.stacks.whole(v, x) if is_host(v) and v in self.stacks.slots else x
             for v, x in zip(eqn.invars, lax.optimization_barrier(inputs), strict=True)
@@ -479,8 +479,8 @@ class _Evaluation:
         results = _jax.evaluate(body, *inputs)
         env.update(zip(eqn.outvars, results, strict=True))
         self._fetch(number + 1, self.timing.gradients.results[number], env)
-        widen({v: v for v, narrow in zip(eqn.outvars, is_narrow, strict=True) if narrow}, env)
-        return [env[v] for v in eqn.outvars]
+        ended = zip(_jax.read(env, eqn.outvars), grown, strict=True)
+        return [growth(value) if growth else value for value, growth in ended]
 
     def _fetch(self, number: int, after: Sequence[Var], env: _jax.Env) -> None:
         """Fetch what is due before a backward unit, ``after`` these values are there."""
