@@ -88,6 +88,9 @@ class Emission:
         spilled: What it writes to files.
         pool: Bytes of device memory beside the program's: on a CPU, those on their way to files.
         computed: The values that the policy decides about, by how often they are computed.
+        names: All names in the program, those of values that nothing reads included: what a loop
+            computes alike in each iteration JAX computes once before it, and keeps what is made
+            of it, whatever the policy says.
     """
 
     policy: Policy | None
@@ -98,6 +101,7 @@ class Emission:
     spilled: Emitted
     pool: int = 0
     computed: Computed = NOTHING
+    names: frozenset[str] = frozenset()
 
 
 def emit(step: Step, policy: Policy | None) -> Emission:
@@ -143,7 +147,8 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         run = updated_in_loops(_jax.inline(traced.jaxpr), _donated_leaves(step))
         traced = _again(step, traced, run) if run else traced
     graph = graph_of(traced.jaxpr, _shardings(step, traced.jaxpr))
-    computed = _computed(graph, policy) if policy is not None else NOTHING
+    names = frozenset(map(str, filter(None, map(_jax.named_value, _jax.equations(traced.jaxpr)))))
+    computed = _computed(graph, policy, names) if policy is not None else NOTHING
 
     def lower() -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=(platform,))
@@ -153,7 +158,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     pool = pool if platform == "cpu" else 0
     simulated = temporaries.peak + fixed_bytes(graph, step) + pool
     options = _options(step.target, policy, simulated)
-    return Emission(policy, temporaries, lower, options, simulated, emitted, pool, computed)
+    return Emission(policy, temporaries, lower, options, simulated, emitted, pool, computed, names)
 
 
 def _spilled(
@@ -272,7 +277,7 @@ def _options(target: Target, policy: Policy | None, needed: int) -> dict[str, st
     }
 
 
-def _computed(graph: Graph, policy: Policy) -> Computed:
+def _computed(graph: Graph, policy: Policy, names: frozenset[str]) -> Computed:
     """How often the step computes what the policy decides about.
 
     Raises:
@@ -288,7 +293,7 @@ def _computed(graph: Graph, policy: Policy) -> Computed:
     named = [(str(op.name), op.again) for op in ops]
     found = {name for name, _ in named}
     again = {name for name, is_again in named if is_again}
-    missing = sorted(policy.kept - found)
+    missing = sorted(policy.kept - names)
     if missing:
         raise PlanMismatchError(
             f"The step does not compute {len(missing)} of the values that the plan keeps: "

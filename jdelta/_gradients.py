@@ -76,8 +76,8 @@ class Gradients:
             vectors: Whether those of biases and scales are tied as well.
         """
         inner = _jax.open_jaxpr(program)
-        read = _read(inner.eqns) | set(filter(_jax.is_var, inner.outvars))
-        tied = {v for v in read if not is_host(v) and (vectors or v.aval.ndim > 1)}
+        needed = _needed(inner)
+        tied = {v for v in needed if not is_host(v) and (vectors or v.aval.ndim > 1)}
         backward = (i for i, eqn in enumerate(inner.eqns) if loops and is_backward_loop(eqn))
         early, grown = _early(inner.eqns, sorted([*units, *backward]), tied)
         bodies = [inner.eqns[index] for index in units]
@@ -177,6 +177,15 @@ def _growths(eqns: Sequence[Eqn]) -> dict[Var, Growth]:
             way = before if smallest is not source else Growth(source, ())
             ways[result] = Growth(way.of, (*way.eqns, eqn))
     return {v: way for v, way in ways.items() if _jax.bytes_of(way.of) < _jax.bytes_of(v)}
+
+
+def _needed(program: Jaxpr) -> set[Var]:
+    """What its results depend on; gradients of weights that are not trained are none of it."""
+    needed = set(filter(_jax.is_var, program.outvars))
+    for eqn in reversed(program.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            needed |= _read([eqn])
+    return needed
 
 
 def _read(eqns: Sequence[Eqn]) -> set[Var]:

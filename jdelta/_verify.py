@@ -14,7 +14,7 @@ from jdelta._errors import BudgetError, OffloadError, PlanMismatchError, SpillEr
 from jdelta._format import format_bytes, format_some
 from jdelta._graph import TRANSFER, Graph
 from jdelta._host import without_place
-from jdelta._nest import OUTSIDE, Nest, walk
+from jdelta._nest import OUTSIDE, Nest
 from jdelta._residual import Residual
 from jdelta._spilled import check_spilled
 
@@ -87,8 +87,7 @@ def check_names(candidate: Candidate, residuals: Sequence[Residual]) -> None:
             f"The compiled program was not made by the plan's decisions: {format_some(others, 5)} "
             "are decided otherwise."
         )
-    found = {str(op.name) for op, _ in walk(candidate.emission.timeline.graph) if op.name}
-    if missing := sorted(policy.kept - found):
+    if missing := sorted(policy.kept - candidate.emission.names):
         raise PlanMismatchError(
             f"The compiled program lacks {len(missing)} of the values that the plan keeps: "
             f"{format_some(missing, 5)}."

@@ -67,10 +67,7 @@ def of_other_decisions(best):
 
 
 def without_names(best):
-    line = best.emission.timeline
-    graph = dataclasses.replace(line.graph, operations=[])
-    emission = dataclasses.replace(best.emission, timeline=dataclasses.replace(line, graph=graph))
-    return dataclasses.replace(best, emission=emission)
+    return dataclasses.replace(best, emission=dataclasses.replace(best.emission, names=frozenset()))
 
 
 LIES = [
