@@ -253,7 +253,8 @@ class _Builder:
                 self._inline(eqn, env, place)
             elif eqn.primitive.name == "shard_map":
                 self._shard_map(eqn, env, place)
-            elif self.unfold_loops and eqn.primitive.name == "scan":
+            elif eqn.primitive.name == "scan" and (self.unfold_loops or eqn.params["length"] == 1):
+                # A loop of one iteration is none when compiled.
                 self.times *= eqn.params["length"]
                 self._inline(eqn, env, place)
                 self.times //= max(1, eqn.params["length"])
