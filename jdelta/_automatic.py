@@ -190,8 +190,8 @@ def _read_later(inner: Jaxpr, stop: int) -> set[Var]:
 def _unit(unit: Named, later: set[Var], env: _jax.Env, *, marked: bool) -> None:
     """Evaluate a run of equations, as a region if it is ``marked``.
 
-    What leaves a region is differentiable: integers and keys are computed beside it, where nothing
-    is printed a second time.
+    What leaves a region is differentiable: integers and keys are computed beside it, of what leaves
+    it where they can be, and nothing is printed a second time there.
     """
     eqns = unit.eqns
     out = [v for eqn in eqns for v in eqn.outvars if _jax.is_var(v) and v in later]
@@ -203,7 +203,10 @@ def _unit(unit: Named, later: set[Var], env: _jax.Env, *, marked: bool) -> None:
         env.update(zip(moving, run(*inputs), strict=True))
         out = [v for v in out if v not in env]
     if out or not moving:
-        program = _jax.program_of(_jax.without_debugging(eqns) if moving else eqns, out)
+        if moving:
+            others = (eqn for eqn in eqns if not all(v in moving for v in eqn.outvars))
+            eqns = _jax.without_debugging(list(others))
+        program = _jax.program_of(eqns, out)
         inputs = _jax.read(env, _jax.open_jaxpr(program).invars)
         inputs = [lax.stop_gradient(x) for x in inputs] if marked else inputs
         env.update(zip(out, _jax.evaluate(program, *inputs), strict=True))

@@ -28,11 +28,6 @@ LIMITS = 32
 LEAST_UNIT = 1 / 1024
 """The smallest size that is tried, as a part of the whole program's."""
 
-AS_GOOD = 1.0001
-"""Times the least sum that is as good, if its units are smaller: a plan has more to choose from.
-Not more: sums of a fiftieth more cut in front of a layer's first product, where its norm is made,
-and those of a tenth cut short models beside their layers (``benchmarks/programs.py``)."""
-
 TIE = 1e-6
 """Part of the bytes that cross a cut by which it is dearer than another at which as many are kept:
 equal layers are cut alike, where their results are made."""
@@ -59,9 +54,8 @@ def segments(eqns: Sequence[Eqn], trips: int = 1) -> list[range]:
     places = _places(crossing)
     kept = trips * _kept(lives, places) + TIE * crossing[places]
     limits = np.geomspace(LEAST_UNIT * held[-1], held[-1], LIMITS)
-    choices = [_best(kept, held[places], limit) for limit in limits]
-    enough = AS_GOOD * min(choice.bytes for choice in choices)
-    best = next(choice for choice in choices if choice.bytes <= enough)
+    choices = (_best(kept, held[places], limit) for limit in limits)
+    best = min(choices, key=lambda choice: choice.bytes)
     cuts = [places[i] for i in best.cuts]
     return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
