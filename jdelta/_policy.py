@@ -34,7 +34,8 @@ class Policy:
         recomputed: Names dropped; a value without any decision is dropped too.
         regions: From each region that the decisions are for to the number of loops around it.
         writes_bits: Whether random bits are written to memory before they are read: TPUs need it.
-        least: Whether the least memory matters more than hiding transfers.
+        least: Whether the least memory matters more than hiding transfers. Where there are none XLA
+            is left to itself, as under ``jax.checkpoint``.
         partly: Those regions of which some inexact argument is not differentiated.
         together: Those regions that run several times in an iteration of a loop.
     """

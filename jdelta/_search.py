@@ -33,6 +33,7 @@ from jdelta._region import Grouping
 from jdelta._solution import Outcome
 from jdelta._solver.base import Solver
 from jdelta._spilled import check_spilled
+from jdelta._timing import TIED
 from jdelta._trace import Trace
 from jdelta._verify import host_fault
 
@@ -382,6 +383,8 @@ class Search:
     def _compiled_floor(self, bound: int) -> Candidate:
         """The plan with the least peak; if need be what enters the units is on the host too.
 
+        Before that, XLA is left to itself: to compute gradients of weights in place takes less as a
+        rule, but more where the compiler has a product made in parts that are summed up.
         Where files are at hand, as much as is quicker than recompute leaves: what a CPU recomputes
         for a unit may take more memory than the same values that come back from files.
 
@@ -389,6 +392,8 @@ class Search:
             BudgetError: It does not fit.
         """
         floor = self._compile(self._floor())
+        if floor.peak > bound and self.step.target.platform in TIED:
+            floor = min(floor, self._compile(self._floor(least=True)), key=lambda c: c.peak)
         if floor.peak > bound and self.items.deep:
             floor = self._deep_floor(floor)
         if floor.peak > bound and self.step.store:
