@@ -253,7 +253,8 @@ def _jvp(
 
         return jax.jvp(of_moving, [xs[i] for i in moving], list(ts))
 
-    closed, tree = _jax.stage(jvp, list(primals), list(tangents))
+    with inside_region():  # what the forward rule of a custom_vjp differentiates is part of it
+        closed, tree = _jax.stage(jvp, list(primals), list(tangents))
     once = _jax.first_once(closed)
     if once is not None and session:  # in the forward rule of a custom_vjp
         raise _not_again(name, once)

@@ -28,6 +28,13 @@ LIMITS = 32
 LEAST_UNIT = 1 / 1024
 """The smallest size that is tried, as a part of the whole program's."""
 
+SCORES = 1 / 8
+"""Of the bytes that cross in front of it: what a product makes that is part of the loss is less."""
+
+AS_GOOD = 1.002
+"""Times the least sum that is as good, if its units are larger: much of what a unit is taken to
+hold XLA fuses, but it keeps what crosses each cut."""
+
 TIE = 1e-6
 """Part of the bytes that cross a cut by which it is dearer than another at which as many are kept:
 equal layers are cut alike, where their results are made."""
@@ -54,8 +61,9 @@ def segments(eqns: Sequence[Eqn], trips: int = 1) -> list[range]:
     places = _places(crossing)
     kept = trips * _kept(lives, places) + TIE * crossing[places]
     limits = np.geomspace(LEAST_UNIT * held[-1], held[-1], LIMITS)
-    choices = (_best(kept, held[places], limit) for limit in limits)
-    best = min(choices, key=lambda choice: choice.bytes)
+    choices = [_best(kept, held[places], limit) for limit in limits]
+    enough = AS_GOOD * min(choice.bytes for choice in choices)
+    best = next(choice for choice in reversed(choices) if choice.bytes <= enough)
     cuts = [places[i] for i in best.cuts]
     return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
@@ -66,15 +74,21 @@ def loss_begins(eqns: Sequence[Eqn]) -> int:
     Its backward pass is next, so it is no part of a unit: a unit that ended in it would have to
     compute all of the model's last values again before the first of its gradients. It begins where
     the fewest bytes cross, in front of what makes them fewer, and after all that the user has
-    named: a name is there to be decided about.
+    named: a name is there to be decided about. A product that makes far less than crosses in front
+    of it (a score of each row) is part of the loss.
 
     Args:
         eqns: The equations of a program that results in a scalar.
     """
-    ours = (i for i, eqn in enumerate(eqns) if _has_products(eqn) or _jax.named_value(eqn))
-    begin = max(ours, default=-1) + 1
-    reduced = (i for i in range(begin, len(eqns)) if _is_reduction(eqns[i]))
     crossing = _crossing(_lives(eqns), len(eqns))
+
+    def is_ours(i: int) -> bool:
+        made = sum(map(_jax.bytes_of, eqns[i].outvars))
+        is_large = made >= SCORES * crossing[i]
+        return bool(_jax.named_value(eqns[i])) or (is_large and _has_products(eqns[i]))
+
+    begin = max(filter(is_ours, range(len(eqns))), default=-1) + 1
+    reduced = (i for i in range(begin, len(eqns)) if _is_reduction(eqns[i]))
     places = range(begin, next(reduced, len(eqns) - 1) + 1)
     return min(places, key=lambda i: crossing[i], default=len(eqns)) if begin else len(eqns)
 

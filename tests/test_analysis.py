@@ -76,6 +76,13 @@ def test_loops_are_nested_or_unfolded():
     assert {op.primitive: op.times for op in unfolded} == {"sin": 5, "dot_general": 5, "exp": 5}
 
 
+def test_a_loop_of_one_iteration_is_none():
+    def fun(x):
+        return jax.lax.scan(lambda c, _: (jnp.sin(c) @ x, jnp.exp(c)), x, length=1)
+
+    assert [op.primitive for op in graph(fun, X).operations] == ["sin", "dot_general", "exp"]
+
+
 def test_backward_operations_are_told_apart():
     program = graph(jax.grad(lambda x: jnp.sin(x @ x).sum()), X)
     directions = {op.primitive: op.backward for op in program.operations}
@@ -435,8 +442,8 @@ def test_loops_cost_as_often_as_they_run_and_nothing_is_free():
     def fun(n, x):
         return jax.lax.scan(lambda c, _: (jnp.sin(c @ x), None), x, length=n)[0]
 
-    once, often = (sum(seconds(functools.partial(fun, n), X)) for n in (1, 10))
-    assert often == pytest.approx(10 * once)
+    few, many = (sum(seconds(functools.partial(fun, n), X)) for n in (2, 10))
+    assert many == pytest.approx(5 * few)
     for fun in (
         lambda x: jnp.sort(x),
         lambda x: jnp.fft.fft(x).real,

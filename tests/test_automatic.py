@@ -1,5 +1,6 @@
 """Steps in which nothing is marked: where they are cut, and plans for them in every framework."""
 
+import functools
 import itertools
 
 import jax
@@ -19,6 +20,7 @@ from jdelta._target import resolve
 from tests.compilers import TARGETS
 from tests.frameworks import FORMS, STEPS
 from tests.planning import planned, under
+from tests.programs import PROGRAMS, unmarked
 
 # Where a program is cut
 
@@ -198,6 +200,16 @@ def test_where_a_loss_begins(block):
     begin = loss_begins(eqns)
     names = [e.primitive.name for e in eqns[begin:]]
     assert names == ([] if block is jnp.multiply else ["add", "integer_pow", "reduce_sum", "div"])
+
+
+def test_scores_of_rows_are_part_of_the_loss():
+    """Else what they are made of is computed again, though their backward pass is next."""
+    closed = jax.make_jaxpr(lambda x, w, head: jnp.mean(((x + jnp.tanh(x @ w)) @ head) ** 2))(
+        jnp.ones((64, 32)), jnp.ones((32, 32)), jnp.ones((32, 2))
+    )
+    eqns = _jax.open_jaxpr(_jax.inline(closed)).eqns
+    products = [e for e in eqns[loss_begins(eqns) :] if e.primitive.name == "dot_general"]
+    assert [e.outvars[0].aval.shape for e in products] == [(64, 2)]
 
 
 @pytest.mark.parametrize(("loss", "ties"), [(jnp.sum, 1), (lambda y: jnp.sum(y**2), 0)])
@@ -521,3 +533,32 @@ def test_integer_and_key_outputs_cross_units():
     got = jax.jit(under(found, decisions, step))(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_integers_beside_a_unit_are_made_of_what_leaves_it():
+    """Not of the whole unit, computed for them a second time."""
+
+    def step(ws, x):
+        def loss(ws):
+            best, y = [], x
+            for w in ws:
+                y = y + jnp.sin(jnp.tanh(y @ w))
+                best.append(jnp.argmax(y, -1))
+            return jnp.mean(y**2), best
+
+        return jax.value_and_grad(loss, has_aux=True)(ws)
+
+    args = [0.1 * jnp.ones((64, 64))] * 3, jnp.linspace(-1.0, 1.0, 512 * 64).reshape(512, 64)
+    found, decisions = planned(step, 1.0, *args)
+    assert len(found.regions) > 1
+    staged = jax.make_jaxpr(under(found, decisions, step))(*args)
+    products = [e for e in _jax.equations(staged) if e.primitive.name == "dot_general"]
+    assert len(products) == 3 + 5  # of the forward pass, and of the backward pass
+
+
+def test_what_the_rule_of_a_custom_vjp_differentiates_is_part_of_its_unit():
+    """Not a unit in a unit."""
+    program = PROGRAMS["custom_rules.vjp_rule_around_the_unit"]
+    step, args = program.make(program.small, unmarked)
+    plan = jdelta.plan(step, None, *args)
+    assert {r.region for r in plan.residuals} == {"unit_0", "unit_1", "unit_2"}

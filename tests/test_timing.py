@@ -551,6 +551,52 @@ def test_gradients_wait_in_the_type_that_they_are_computed_in():
     assert tied.count(jnp.bfloat16) >= 4  # the gradients of all weights
 
 
+def tied_shapes(step, args):
+    """Shapes of what shares a barrier in a step with everything recomputed."""
+    staged, _ = offloading(step, args, away=())
+    run = timed(staged, TARGET.rates, "cuda")
+    for value, other in zip(run(*jax.tree.leaves(args)), jax.tree.leaves(step(*args)), strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+    eqns = _jax.open_jaxpr(jax.make_jaxpr(run)(*jax.tree.leaves(args))).eqns
+    ties = [eqn.outvars for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+    return [v.aval.shape for tie in ties for v in tie]
+
+
+@jdelta.remat
+def of_a_stack(ws, x, i):
+    return x + jnp.sin(x @ ws[i])
+
+
+def test_gradients_wait_without_the_zeros_around_them():
+    """A unit that slices stacked weights hands on the gradient of the slice, not of the stack."""
+
+    def loss(ws, x):
+        for i in range(3):
+            x = of_a_stack(ws, x, i)
+        return jnp.mean(x**2)
+
+    args = stacked(3), jax.random.normal(jax.random.key(1), (4, 8))
+    shapes = tied_shapes(jax.value_and_grad(loss), args)
+    assert shapes.count((1, 8, 8)) == 3
+
+
+def test_gradients_that_nothing_needs_wait_for_nothing():
+    def step(ws, frozen, x):
+        def loss(ws, frozen):
+            y = x
+            for w, other in zip(ws, frozen, strict=True):
+                y = mixed(other, mixed(w, y))
+            return jnp.mean(y**2)
+
+        gradients, unused = jax.grad(loss, argnums=(0, 1))(ws, frozen)
+        moved = jax.tree.map(lambda w, g: w - 0.1 * g, (ws, frozen), (gradients, unused))
+        return moved[0], frozen
+
+    args = list(stacked(2)), list(stacked(2)), jax.random.normal(jax.random.key(1), (4, 8))
+    shapes = tied_shapes(step, args)
+    assert shapes.count((8, 8)) == 4 + 2  # all weights that enter units, two gradients
+
+
 AMPERE = pytest.param("cuda:a100", marks=needs_cuda)
 """Where XLA runs nothing beside compute unless it is told to."""
 
