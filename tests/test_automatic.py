@@ -1,6 +1,5 @@
 """Steps in which nothing is marked: where they are cut, and plans for them in every framework."""
 
-import functools
 import itertools
 
 import jax
