@@ -132,9 +132,16 @@ class Instruction:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What the back end noted on the instruction."""
+        """What the back end noted on the instruction: nothing where that is no JSON.
+
+        A custom call has attributes of MLIR there, if its handler is an FFI one: a Cholesky
+        decomposition on a GPU ``{lower = true}``.
+        """
         _, found, text = self.attributes.partition("backend_config=")
-        config = json.JSONDecoder().raw_decode(text)[0] if found else {}
+        try:
+            config = json.JSONDecoder().raw_decode(text)[0] if found else {}
+        except json.JSONDecodeError:
+            return {}
         return cast(dict[str, Any], config) if isinstance(config, dict) else {}
 
 

@@ -466,6 +466,14 @@ def test_a_product_of_higher_precision_is_another_kind(product):
     assert list(found) == [("float32 highest", 2 * 8**3)]
 
 
+def test_what_a_back_end_notes_in_another_language_is_left_aside():
+    """Of an FFI handler XLA prints attributes of MLIR, as they are for a Cholesky on a GPU."""
+    noted = 'custom_call_target="cusolver_potrf_ffi", backend_config={lower = true}'
+    call = f"%call = {X} custom-call(%x), {noted}, api_version=API_VERSION_TYPED_FFI"
+    start, done = out()
+    assert read(start, call, done).hidden == 1.0
+
+
 def test_random_bits_take_the_longer_of_their_operations_and_traffic():
     """A mask of a million takes 0.125 s to write, an operation on as many integers 1 ms."""
     words = "u32[1000000]{0}"
