@@ -120,6 +120,18 @@ def test_scopes_of_the_user_stand_before_the_places_of_weights():
     assert all(region.startswith("mine") for region in found)
 
 
+def test_a_formula_is_no_place():
+    def of_sums(params, x):
+        for p in params:
+            x = x + jnp.tanh(jnp.einsum("bi,ij->bj", x, p))
+        return jnp.sum(x)
+
+    params = [ones(32, 32) for _ in range(DEPTH)]
+    found = names(jax.grad(of_sums), params, ones(64, 32))
+    assert len(found) == DEPTH
+    assert not any("->" in name for region in found for name in (region, *found[region]))
+
+
 def test_rows_of_a_scan_have_the_modules_of_their_stacks():
     def scanned(params, x):
         def body(x, p):
