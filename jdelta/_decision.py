@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from jdelta._errors import ArgumentError
+
 
 class Decision(enum.Enum):
     """Where a residual lives from its last forward use to its first backward use."""
@@ -22,4 +24,5 @@ class Decision(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> Decision:
-        raise ValueError(f"{value!r} is no decision; expected {', '.join(d.value for d in cls)}")
+        expected = ", ".join(d.value for d in cls)
+        raise ArgumentError(f"{value!r} is no decision; expected {expected}")

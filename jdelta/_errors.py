@@ -21,7 +21,7 @@ class PlanMismatchError(JdeltaError, ValueError):
     """A plan was used for a program, arguments or a file that it was not made for."""
 
 
-class ArgumentError(JdeltaError, TypeError):
+class ArgumentError(JdeltaError, TypeError, ValueError):
     """An option, or an argument of the step, is not what ``jax.jit`` and jdelta take."""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jdelta._decision import Decision
-from jdelta._errors import PlanMismatchError
+from jdelta._errors import ArgumentError, PlanMismatchError
 from jdelta._format import format_bytes
 from jdelta._residual import Residual
 from jdelta._table import rows, shown
@@ -58,12 +58,12 @@ def export(plan: Plan, form: str) -> str:
         will be computed again.
 
     Raises:
-        ValueError: No such form.
+        ArgumentError: No such form.
         PlanMismatchError: The plan decides differently about values of one name, keeps nothing
             that has a name, spills, or has names that the form does not know.
     """
     if form not in FORMS:
-        raise ValueError(f"form must be one of {sorted(FORMS)}; got {form!r}")
+        raise ArgumentError(f"form must be one of {sorted(FORMS)}; got {form!r}")
     if plan.spill_bytes:
         raise PlanMismatchError(
             "The plan spills to files, which no policy of others can: plan without spill=."

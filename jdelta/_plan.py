@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jdelta import _plan_file
 from jdelta._call import Call
 from jdelta._decision import Decision
-from jdelta._errors import PlanMismatchError, SpillError, TargetError
+from jdelta._errors import ArgumentError, PlanMismatchError, SpillError, TargetError
 from jdelta._explain import Explanation, explain
 from jdelta._export import export
 from jdelta._jitted import Arguments, Jitted, jitted, together
@@ -143,10 +143,10 @@ class Plan:
         """What ``jax.checkpoint`` is to do with the results of an equation.
 
         Raises:
-            TypeError: The plan was called as if it were the step.
+            ArgumentError: The plan was called as if it were the step.
         """
         if not isinstance(prim, Primitive):
-            raise TypeError(
+            raise ArgumentError(
                 f"Expected an equation that jax.checkpoint asks about, got {type(prim).__name__}. "
                 "A plan is a policy, jax.checkpoint(f, policy=plan), not the step: plan.jit() "
                 "returns the step, to be called with its arguments."

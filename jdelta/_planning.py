@@ -20,7 +20,7 @@ from jdelta._cost import program_seconds
 from jdelta._decision import Decision
 from jdelta._deferred import DeferredPlan
 from jdelta._emit import Step
-from jdelta._errors import BudgetError
+from jdelta._errors import ArgumentError, BudgetError
 from jdelta._files import to_files
 from jdelta._format import format_bytes, format_some
 from jdelta._jitted import OPTIONS, Jitted, check_meant, check_options, jitted
@@ -422,5 +422,5 @@ def _solver(solver: str | Solver) -> Solver:
     if isinstance(solver, Solver):
         return solver
     if solver not in _SOLVERS:
-        raise ValueError(f"solver must be one of {sorted(_SOLVERS)} or a Solver; got {solver!r}")
+        raise ArgumentError(f"solver must be one of {sorted(_SOLVERS)} or a Solver; got {solver!r}")
     return _SOLVERS[solver]

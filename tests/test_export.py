@@ -61,7 +61,7 @@ def test_what_has_no_name_is_said():
 
 
 def test_forms_are_checked():
-    with pytest.raises(ValueError, match="form must be one of"):
+    with pytest.raises(jdelta.ArgumentError, match="form must be one of"):
         planned().export("other")
 
 
