@@ -284,7 +284,8 @@ class _Timing:
         """Tie each copy to the host to the first later value by which it can be done.
 
         XLA has few copies in flight: one more would end another as soon as it starts. So it does
-        not start before an earlier one has ended.
+        not start before an earlier one has ended, unless a backward loop before the first unit
+        reads what it copies.
         """
         if not self.units:
             return
@@ -295,10 +296,17 @@ class _Timing:
         longest = unit * (1 if self.is_bound else MOST_AHEAD)
         stops, slack = self._stops(), SLACK[self.clock.platform]
         ends = [-1] * IN_FLIGHT
+        read = {
+            v: i
+            for i, eqn in reversed(list(enumerate(forward)))
+            for v in filter(is_host, eqn.invars)
+        }
         for index, eqn in enumerate(forward):
             if not _transfer.crosses_to_host(eqn):
                 continue
+            until = read.get(eqn.outvars[0], len(forward))
             begin = max(index, ends[-IN_FLIGHT] + 1) if self.tied else index
+            begin = begin if begin <= until else index
             if begin > index:
                 stop = begin - 1
                 self.starts.setdefault(stop, (stops[stop], []))[1].append(index)
@@ -306,7 +314,8 @@ class _Timing:
             given = free + slack * out[index]
             self.written = free + out[index] if self.tied else given
             goal = min(given, clock[index] + longest)
-            late = (s for s in self._after(index, stops) if s >= begin and clock[s + 1] >= goal)
+            stopped = (s for s in self._after(index, stops) if begin <= s < until)
+            late = (s for s in stopped if clock[s + 1] >= goal)
             end = next(late, None)  # without any, the barrier before the first backward unit
             ends.append(ends[-1] if end is None else end)
             if end is not None:

@@ -597,6 +597,33 @@ def test_gradients_that_nothing_needs_wait_for_nothing():
     assert shapes.count((8, 8)) == 4 + 2  # all weights that enter units, two gradients
 
 
+@jdelta.remat
+def with_table(w, x, table):
+    return x + jnp.sin(x @ w) * jnp.tanh(table) * jnp.cos(jnp.exp(table))
+
+
+def test_copies_that_a_backward_loop_reads_start_before_it():
+    """What is alike in all iterations JAX computes, and copies, once before the loop."""
+
+    def step(ws, x):
+        def loss(ws):
+            y = x
+            for i in (0, 2):
+                y = table = layer(ws[i], y)
+                body = lambda y, w, table=table: (with_table(w, y, table), None)  # noqa: E731
+                y, _ = jax.lax.scan(body, y, ws[i : i + 2])
+            return jnp.mean(y**2)
+
+        return jax.value_and_grad(loss)(ws)
+
+    args = stacked(4), jax.random.normal(jax.random.key(1), (4, 8))
+    staged, gone = offloading(step, args, away=("*",))
+    assert gone
+    run = timed(staged, TARGET.rates, "cuda")
+    for value, other in zip(run(*args), jax.tree.leaves(step(*args)), strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
 AMPERE = pytest.param("cuda:a100", marks=needs_cuda)
 """Where XLA runs nothing beside compute unless it is told to."""
 
