@@ -16,22 +16,6 @@ SHARE = 0.5
 SLACK = 64
 """Bytes by which two compiles of one program may differ: what buffers are aligned to."""
 
-KNOWN: dict[str, str] = {}
-"""What is not right yet, and why: by the program, and after a colon the test."""
-
-
-def cases(test):
-    """The programs, those that are known to fail in a test among them."""
-    return [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(reason=KNOWN[f"{name}:{test}"], strict=True)]
-            if f"{name}:{test}" in KNOWN
-            else [],
-        )
-        for name, found in PROGRAMS.items()
-    ]
-
 
 @pytest.fixture
 def program(request, monkeypatch):
@@ -112,7 +96,7 @@ def run(program, budget, **options):
     return plan.jit()(*args)
 
 
-@pytest.mark.parametrize("program", cases("recomputed"), indirect=True)
+@pytest.mark.parametrize("program", PROGRAMS, indirect=True)
 def test_everything_recomputed(program):
     pin = {"*": "recompute"}
     if program.right:
@@ -122,7 +106,7 @@ def test_everything_recomputed(program):
     assert_equal(run(program, None, pin=pin), program.id)
 
 
-@pytest.mark.parametrize("program", cases("budget"), indirect=True)
+@pytest.mark.parametrize("program", PROGRAMS, indirect=True)
 def test_half_of_the_plain_peak(program):
     """A plan that fits, with the plain step's numbers, or a floor that says why there is none."""
     if program.right:
