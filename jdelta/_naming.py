@@ -28,9 +28,6 @@ _TRANSFORM = re.compile(r"\w+\(([^()]*)\)")
 _CLASS = "eqx."
 """How the scopes begin that Equinox puts around its layers: their classes, not their places."""
 
-_FORMULA = "->"
-"""What the scope of a ``jnp.einsum`` has in it: its formula, no place either."""
-
 
 def scope_path(stack: str) -> Path:
     """Scopes of a name stack without those of transformations such as ``jvp(...)``, and marks.
@@ -44,8 +41,7 @@ def scope_path(stack: str) -> Path:
 
 
 def _is_module(scope: str) -> bool:
-    no_place = scope.startswith(_CLASS) or _FORMULA in scope
-    return scope != RECOMPUTE and not is_mark(scope) and not no_place
+    return scope != RECOMPUTE and not is_mark(scope) and not scope.startswith(_CLASS)
 
 
 def common(paths: Sequence[Path]) -> Path:

@@ -7,6 +7,7 @@ called like the others, and what they have more is set apart, so that the rest h
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -86,7 +87,12 @@ def _title(base: Path, eqns: Sequence[Eqn]) -> str:
 def _product_paths(eqns: Sequence[Eqn]) -> list[Path]:
     """The modules of the products, or of all equations; those that have one."""
     products = [eqn for eqn in eqns if eqn.primitive.name in MATMULS]
-    return [p for eqn in products or eqns if (p := scope_path(_jax.name_stack(eqn)))]
+    return [p for eqn in products or eqns if (p := _module(scope_path(_jax.name_stack(eqn))))]
+
+
+def _module(path: Path) -> Path:
+    """The scopes up to the formula of a ``jnp.einsum``: it names a value, but no region."""
+    return tuple(itertools.takewhile(lambda scope: "->" not in scope, path))
 
 
 def _kind(path: Path) -> str:
