@@ -141,8 +141,8 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         changed = with_narrow_as_they_are(with_forward_first(plain))
         if changed is not flat:
             traced = _again(step, traced, functools.partial(_jax.evaluate, changed))
-        left_alone = policy.least and not policy.offloaded  # as XLA has jax.checkpoint by hand
         offloads = bool(policy.offloaded)
+        left_alone = policy.least and not offloads  # as XLA has jax.checkpoint by hand
         if not left_alone and is_timed(traced.jaxpr, platform, offloads=offloads):
             traced = _again(step, traced, _timed(step, traced, least=policy.least))
     if step.updates_in_loops:

@@ -181,11 +181,8 @@ def _growths(eqns: Sequence[Eqn]) -> dict[Var, Growth]:
 
 def _needed(program: Jaxpr) -> set[Var]:
     """What its results depend on; gradients of weights that are not trained are none of it."""
-    needed = set(filter(_jax.is_var, program.outvars))
-    for eqn in reversed(program.eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            needed |= _read([eqn])
-    return needed
+    results = list(filter(_jax.is_var, program.outvars))
+    return _read(_jax.open_jaxpr(_jax.program_of(program.eqns, results)).eqns) | set(results)
 
 
 def _read(eqns: Sequence[Eqn]) -> set[Var]:

@@ -83,8 +83,7 @@ def loss_begins(eqns: Sequence[Eqn]) -> int:
     crossing = _crossing(_lives(eqns), len(eqns))
 
     def is_ours(i: int) -> bool:
-        made = sum(map(_jax.bytes_of, eqns[i].outvars))
-        is_large = made >= SCORES * crossing[i]
+        is_large = _bytes_made(eqns[i]) >= SCORES * crossing[i]
         return bool(_jax.named_value(eqns[i])) or (is_large and _has_products(eqns[i]))
 
     begin = max(filter(is_ours, range(len(eqns))), default=-1) + 1
@@ -100,7 +99,11 @@ def _has_products(eqn: Eqn) -> bool:
 
 def _is_reduction(eqn: Eqn) -> bool:
     read = max((_jax.bytes_of(v) for v in eqn.invars if _jax.is_var(v)), default=0)
-    return 2 * sum(map(_jax.bytes_of, eqn.outvars)) < read
+    return 2 * _bytes_made(eqn) < read
+
+
+def _bytes_made(eqn: Eqn) -> int:
+    return sum(map(_jax.bytes_of, eqn.outvars))
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
         inside = sum(sum(bytes_held(body.eqns)) for body in bodies)
         fused = name in CHEAP or bool(bodies)
         written = not (name in VIEWS or name in FREE) and (is_operand or not fused)
-        result = sum(map(_jax.bytes_of, eqn.outvars)) if written else 0
+        result = _bytes_made(eqn) if written else 0
         trips = eqn.params["length"] if name == "scan" else 1
         held.append(max(inside * trips, result))
     return held[::-1]

@@ -530,36 +530,29 @@ def mixed(w, x):
     return jnp.sin(x @ w.astype(x.dtype))
 
 
+def tied_values(step, args, rtol=1e-5, atol=1e-6):
+    """What shares a barrier, with its shape, in a step with everything recomputed."""
+    staged, _ = offloading(step, args, away=())
+    run = timed(staged, TARGET.rates, "cuda")
+    for value, other in zip(run(*jax.tree.leaves(args)), jax.tree.leaves(step(*args)), strict=True):
+        assert value.dtype == other.dtype == jnp.float32
+        np.testing.assert_allclose(value, other, rtol=rtol, atol=atol)
+    eqns = _jax.open_jaxpr(jax.make_jaxpr(run)(*jax.tree.leaves(args))).eqns
+    ties = [eqn.outvars for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+    return [v.aval for tie in ties for v in tie]
+
+
 def test_gradients_wait_in_the_type_that_they_are_computed_in():
     def loss(ws, x):
         for w in ws[:-1]:
             x = mixed(w, x)
         return jnp.mean((x @ ws[-1].astype(x.dtype)).astype(jnp.float32) ** 2)
 
-    step = jax.value_and_grad(loss)
     args = list(stacked(4)), jax.random.normal(jax.random.key(1), (4, 8), jnp.bfloat16)
-    staged, _ = offloading(step, args, away=())
-    run = timed(staged, TARGET.rates, "cuda")
-    for value, other in zip(run(*jax.tree.leaves(args)), jax.tree.leaves(step(*args)), strict=True):
-        assert value.dtype == other.dtype == jnp.float32
-        np.testing.assert_allclose(value, other, rtol=1e-2, atol=1e-4)
-    jaxpr = jax.make_jaxpr(run)(*jax.tree.leaves(args))
-    eqns = _jax.open_jaxpr(jaxpr).eqns
-    ties = [e.outvars for e in eqns if e.primitive.name == "optimization_barrier"]
-    tied = [v.aval.dtype for tie in ties for v in tie if v.aval.shape == (8, 8)]
+    found = tied_values(jax.value_and_grad(loss), args, rtol=1e-2, atol=1e-4)
+    tied = [v.dtype for v in found if v.shape == (8, 8)]
     assert tied.count(jnp.float32) == 3  # the weights that enter the units
     assert tied.count(jnp.bfloat16) >= 4  # the gradients of all weights
-
-
-def tied_shapes(step, args):
-    """Shapes of what shares a barrier in a step with everything recomputed."""
-    staged, _ = offloading(step, args, away=())
-    run = timed(staged, TARGET.rates, "cuda")
-    for value, other in zip(run(*jax.tree.leaves(args)), jax.tree.leaves(step(*args)), strict=True):
-        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
-    eqns = _jax.open_jaxpr(jax.make_jaxpr(run)(*jax.tree.leaves(args))).eqns
-    ties = [eqn.outvars for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
-    return [v.aval.shape for tie in ties for v in tie]
 
 
 @jdelta.remat
@@ -576,7 +569,7 @@ def test_gradients_wait_without_the_zeros_around_them():
         return jnp.mean(x**2)
 
     args = stacked(3), jax.random.normal(jax.random.key(1), (4, 8))
-    shapes = tied_shapes(jax.value_and_grad(loss), args)
+    shapes = [v.shape for v in tied_values(jax.value_and_grad(loss), args)]
     assert shapes.count((1, 8, 8)) == 3
 
 
@@ -593,7 +586,7 @@ def test_gradients_that_nothing_needs_wait_for_nothing():
         return moved[0], frozen
 
     args = list(stacked(2)), list(stacked(2)), jax.random.normal(jax.random.key(1), (4, 8))
-    shapes = tied_shapes(step, args)
+    shapes = [v.shape for v in tied_values(step, args)]
     assert shapes.count((8, 8)) == 4 + 2  # all weights that enter units, two gradients
 
 
