@@ -2,8 +2,8 @@
 
 Matrix products and convolutions are priced by their arithmetic, and so are operations on integers,
 of which random bits take a hundred an element; everything else moves bytes.
-Kernels that the text does not describe (attention of cuDNN) pay for their bytes alone; those of
-Pallas for TPUs for what their authors estimate.
+Kernels that the text does not describe (attention of cuDNN, factorizations of cuSOLVER) pay for
+their bytes alone; those of Pallas for TPUs for what their authors estimate.
 """
 
 from __future__ import annotations
@@ -125,6 +125,8 @@ def _rule(instruction: Instruction) -> _Rule | None:
         return _cudnn
     if _estimate(instruction).get("flops"):
         return _kernel
+    if name == "__cublas$triangularSolve":
+        return _triangular_solve
     return _cublas if name.startswith("__cublas$") else None
 
 
@@ -146,6 +148,11 @@ def _cublas(instruction: Instruction, operands: list[Array]) -> float:
     numbers = instruction.config["gemm_backend_config"]["dot_dimension_numbers"]
     axes: list[str] = numbers.get("lhs_contracting_dimensions", [])
     return 2.0 * instruction.array.elements * math.prod(operands[0].dims[int(i)] for i in axes)
+
+
+def _triangular_solve(instruction: Instruction, operands: list[Array]) -> float:
+    """As many as the product of the square matrix with the right-hand sides, zeros included."""
+    return 2.0 * instruction.array.elements * operands[0].dims[-1]
 
 
 def _convolution(instruction: Instruction, operands: list[Array]) -> float:

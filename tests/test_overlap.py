@@ -417,6 +417,13 @@ GEMM = (
             f'custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", {GEMM}',
             2 * 3 * 8 * 4 * 16,
         ),
+        (  # three systems of 16 equations, 4 right-hand sides each
+            ("f32[3,16,16]{1,2,0}", "f32[3,16,4]{1,2,0}"),
+            "(f32[3,16,4]{1,2,0}, s8[0]{0})",
+            'custom-call(%a, %b), custom_call_target="__cublas$triangularSolve", '
+            'backend_config={"left_side":true,"lower":true,"transpose_a":"NO_TRANSPOSE"}',
+            2 * 3 * 16 * 4 * 16,
+        ),
         (
             ("f32[2,7,7,3]{3,2,1,0}", "f32[5,3,3,3]{3,2,1,0}"),
             "(f32[2,3,3,5]{3,2,1,0}, u8[0]{0})",
