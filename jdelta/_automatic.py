@@ -1,10 +1,11 @@
 """Regions found in the program itself: for a step in which nothing is marked with ``jdelta.remat``.
 
 While such a step is traced, every function that it differentiates is staged first, cut into units
-(``_segments.py``), and evaluated again with each unit as a region. The bodies of large loops are
-cut likewise. What the user put a ``jax.checkpoint`` around (``nn.remat``, ``nnx.remat``) is a unit
-as it is. So everything else sees a step that was marked by hand. What has to happen once (an
-``io_callback``, a write to a mutable ref) is in no unit: it stays where it is, between them.
+(``_segments.py``), and evaluated again with each unit as a region. The bodies of large loops, and
+branches that multiply, are cut likewise. What the user put a ``jax.checkpoint`` around
+(``nn.remat``, ``nnx.remat``) is a unit as it is. So everything else sees a step that was marked by
+hand. What has to happen once (an ``io_callback``, a write to a mutable ref) is in no unit: it stays
+where it is, between them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jdelta._modules import ClosedOver, Weight, module_paths, with_modules
 from jdelta._region import Session, inside_region, is_inside, region
 from jdelta._region_names import UNNAMED, Named, named
 from jdelta._scan import Scan
-from jdelta._segments import bytes_held, loss_begins, segments
+from jdelta._segments import bytes_held, has_products, loss_begins, segments
 
 LOOP_SHARE = 0.2
 """Part of what a program holds from which on a loop's body is cut, and is no part of a unit."""
@@ -85,7 +86,7 @@ def with_regions(fun: Callable[..., Any]) -> Callable[..., Any]:
             closed, _ = _jax.stage(run, *args)
         program = _jax.inline(closed, _is_unit)
         weights = [*session.weights(_jax.consts_of(program)), *_trained(args)]
-        arrays = iter(_evaluate(with_modules(program, weights), jax.tree.leaves(args), 1))
+        arrays = iter(_evaluate(with_modules(program, weights), jax.tree.leaves(args)))
         tree, others = static
         return jax.tree.unflatten(tree, [x[0] if x else next(arrays) for x in others])
 
@@ -97,23 +98,26 @@ def _trained(args: Any) -> list[Weight]:
     return [Weight(path) for path in module_paths(args, depth=1)]
 
 
-def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
+def _evaluate(
+    program: Jaxpr, args: Sequence[Any], trips: int = 1, *, is_inner: bool = False
+) -> list[Any]:
     """Evaluate a program with its units as regions.
 
     Args:
         program: The program, calls inlined.
         args: Its arguments.
-        trips: How often it runs in the loop that it is the body of.
+        trips: How often it runs in the loop around it.
+        is_inner: Whether it is the body of a loop, or a branch.
     """
     inner = _jax.open_jaxpr(program)
     env: _jax.Env = dict(zip(inner.constvars, _jax.consts_of(program), strict=True))
     env.update(zip(inner.invars, args, strict=True))
-    ends_in_loss = trips == 1 and _is_loss(inner)
+    ends_in_loss = not is_inner and _is_loss(inner)
     begin = loss_begins(inner.eqns) if ends_in_loss else len(inner.eqns)
-    units = list(_units(inner.eqns[:begin], trips))
+    units = list(_units(inner.eqns[:begin], trips, is_model=ends_in_loss))
     held = [sum(bytes_held(unit.eqns)) for unit in units]
     least = SMALL * max(held, default=0.0)
-    loops = [i for i, unit in enumerate(units) if unit.is_loop]
+    loops = [i for i, unit in enumerate(units) if unit.is_cut and _is_scan(unit.eqns[0])]
     runs = [i for i, unit in enumerate(units) if not unit.is_apart]
     names = dict(zip(runs, named([units[i].eqns for i in runs]), strict=True))
     wished = {i for i in runs if _is_unit(units[i].eqns[0])}
@@ -124,8 +128,10 @@ def _evaluate(program: Jaxpr, args: Sequence[Any], trips: int) -> list[Any]:
     done = 0
     for index, unit in enumerate(units):
         done += len(unit.eqns)
-        if unit.is_loop:
-            env.update(zip(unit.eqns[0].outvars, _loop(unit.eqns[0], env), strict=True))
+        if unit.is_cut:
+            (eqn,) = unit.eqns
+            results = _loop(eqn, env) if _is_scan(eqn) else _branches(eqn, env, trips)
+            env.update(zip(eqn.outvars, results, strict=True))
         else:
             one = names.get(index) or Named(UNNAMED, unit.eqns)
             _unit(one, _read_later(inner, done), env, marked=index in marked)
@@ -138,31 +144,45 @@ class _Unit:
 
     Attributes:
         eqns: The equations, in order.
-        is_loop: Whether it is a loop with units of its own: its body is cut.
-        is_apart: Whether it is no unit of recompute: such a loop, or what has to happen once.
+        is_cut: Whether it has units of its own: a loop whose body is cut, or a choice of branches.
+        is_apart: Whether it is no unit of recompute: such an equation, or what has to happen once.
     """
 
     eqns: Sequence[Eqn]
-    is_loop: bool = False
+    is_cut: bool = False
     is_apart: bool = False
 
 
-def _units(eqns: Sequence[Eqn], trips: int) -> Iterator[_Unit]:
-    """A program's units, in order."""
+def _units(eqns: Sequence[Eqn], trips: int, *, is_model: bool) -> Iterator[_Unit]:
+    """A program's units, in order; ``is_model`` if it is all that is in front of a loss."""
     held = bytes_held(eqns)
     large = LOOP_SHARE * sum(held)
     begin = 0
     for end, eqn in enumerate([*eqns, None]):
-        is_scan = eqn is not None and eqn.primitive.name == "scan"
-        is_loop = is_scan and (held[end] > large or _has_units(eqn))
-        is_apart = eqn is None or is_loop or _jax.happens_once(eqn)
+        is_cut = eqn is not None and _is_cut(eqn, is_large=held[end] > large)
+        is_apart = eqn is None or is_cut or _jax.happens_once(eqn)
         is_alone = is_apart or _is_unit(eqn)
         if is_alone and begin < end:
-            for s in segments(eqns[begin:end], trips):
+            is_whole = is_model and end - begin == len(eqns)
+            for s in segments(eqns[begin:end], trips, is_whole=is_whole):
                 yield _Unit(eqns[begin + s.start : begin + s.stop])
         if is_alone and eqn is not None:
-            yield _Unit([eqn], is_loop, is_apart)
+            yield _Unit([eqn], is_cut, is_apart)
         begin = end + 1 if is_alone else begin
+
+
+def _is_scan(eqn: Eqn) -> bool:
+    return eqn.primitive.name == "scan"
+
+
+def _is_cut(eqn: Eqn, *, is_large: bool) -> bool:
+    """Whether there are units in an equation: in a loop, or in branches that multiply.
+
+    What a unit around branches computes again, a value for each of them, is all there at once.
+    """
+    if eqn.primitive.name == "cond":
+        return (has_products(eqn) or _has_units(eqn)) and not _jax.happens_once(eqn)
+    return _is_scan(eqn) and (is_large or _has_units(eqn))
 
 
 def _is_unit(eqn: Eqn) -> bool:
@@ -170,11 +190,12 @@ def _is_unit(eqn: Eqn) -> bool:
     if not _jax.is_checkpoint(eqn) or _jax.happens_once(eqn):
         return False
     inside = _jax.equations(_jax.subjaxpr(eqn))
-    return not any(_has_units(e) for e in inside if e.primitive.name == "scan")
+    return not any(map(_has_units, filter(_is_scan, inside)))
 
 
-def _has_units(loop: Eqn) -> bool:
-    return any(map(_jax.is_checkpoint, _jax.equations(loop.params["jaxpr"])))
+def _has_units(eqn: Eqn) -> bool:
+    inside = (e for body in _jax.subjaxprs(eqn) for e in _jax.equations(body))
+    return any(map(_jax.is_checkpoint, inside))
 
 
 def _is_loss(inner: Jaxpr) -> bool:
@@ -218,8 +239,18 @@ def _loop(eqn: Eqn, env: _jax.Env) -> list[Any]:
     body = _jax.inline(eqn.params["jaxpr"], _is_unit)
 
     def step(carry: Any, rows: Any) -> Any:
-        outputs = _evaluate(body, [*loop.consts, *carry, *rows], loop.length)
+        outputs = _evaluate(body, [*loop.consts, *carry, *rows], loop.length, is_inner=True)
         return outputs[: loop.n_carry], outputs[loop.n_carry :]
 
     carry, stacked = loop.scan(step, loop.carry, loop.xs)
     return [*carry, *stacked]
+
+
+def _branches(eqn: Eqn, env: _jax.Env, trips: int) -> list[Any]:
+    """Evaluate a ``cond`` whose branches have their units as regions."""
+
+    def run(branch: Jaxpr, *args: Any) -> list[Any]:
+        return _evaluate(_jax.inline(branch, _is_unit), args, trips, is_inner=True)
+
+    index, *args = _jax.read(env, eqn.invars)
+    return lax.switch(index, [functools.partial(run, b) for b in eqn.params["branches"]], *args)

@@ -9,8 +9,9 @@ checkpointing problem of Chen et al. 2016 ("Training Deep Nets with Sublinear Me
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,8 @@ from jdelta._primitives import CHEAP, FREE, LOOPS, MATMULS, VIEWS
 MOST_CUTS = 384
 """Places for cuts that are looked at."""
 
-LIMITS = 32
-"""Sizes of units that are tried, up to the whole program's."""
+SMALLER = 0.9
+"""Of the largest unit: what the next cuts allow at most."""
 
 LEAST_UNIT = 1 / 1024
 """The smallest size that is tried, as a part of the whole program's."""
@@ -32,8 +33,8 @@ SCORES = 1 / 8
 """Of the bytes that cross in front of it: what a product makes that is part of the loss is less."""
 
 AS_GOOD = 1.002
-"""Times the least sum that is as good, if its units are larger: much of what a unit is taken to
-hold XLA fuses, but it keeps what crosses each cut."""
+"""Times the least that is as good, if its units are larger: much of what a unit is taken to hold
+XLA fuses, but it keeps what crosses each cut."""
 
 TIE = 1e-6
 """Part of the bytes that cross a cut by which it is dearer than another at which as many are kept:
@@ -42,12 +43,13 @@ equal layers are cut alike, where their results are made."""
 _Sizes = npt.NDArray[np.float64]
 
 
-def segments(eqns: Sequence[Eqn], trips: int = 1) -> list[range]:
+def segments(eqns: Sequence[Eqn], trips: int = 1, *, is_whole: bool = True) -> list[range]:
     """Cut a program into runs of equations.
 
     Args:
         eqns: The equations of a forward pass, calls inlined.
         trips: How often it runs in a loop: what crosses is kept for each, what lies between once.
+        is_whole: Whether they are all of the forward pass, so that nothing follows them.
 
     Returns:
         Ranges of equation indices, in order; together they are all equations.
@@ -60,12 +62,11 @@ def segments(eqns: Sequence[Eqn], trips: int = 1) -> list[range]:
     crossing = _crossing(lives, count)
     places = _places(crossing)
     kept = trips * _kept(lives, places) + TIE * crossing[places]
-    limits = np.geomspace(LEAST_UNIT * held[-1], held[-1], LIMITS)
-    choices = [_best(kept, held[places], limit) for limit in limits]
-    enough = AS_GOOD * min(choice.bytes for choice in choices)
-    best = next(choice for choice in reversed(choices) if choice.bytes <= enough)
-    cuts = [places[i] for i in best.cuts]
-    return [range(a, b) for a, b in itertools.pairwise(cuts)]
+    choices = list(_choices(kept, held[places]))
+    choices = _least(choices, lambda cuts: _held_at_most(cuts, kept, held[places]))
+    if is_whole:
+        choices = _least(choices, lambda cuts: _held_in_turn(cuts, kept, held[places]))
+    return [range(places[a], places[b]) for a, b in itertools.pairwise(choices[0])]
 
 
 def loss_begins(eqns: Sequence[Eqn]) -> int:
@@ -84,7 +85,7 @@ def loss_begins(eqns: Sequence[Eqn]) -> int:
 
     def is_ours(i: int) -> bool:
         is_large = _bytes_made(eqns[i]) >= SCORES * crossing[i]
-        return bool(_jax.named_value(eqns[i])) or (is_large and _has_products(eqns[i]))
+        return bool(_jax.named_value(eqns[i])) or (is_large and has_products(eqns[i]))
 
     begin = max(filter(is_ours, range(len(eqns))), default=-1) + 1
     reduced = (i for i in range(begin, len(eqns)) if _is_reduction(eqns[i]))
@@ -92,7 +93,8 @@ def loss_begins(eqns: Sequence[Eqn]) -> int:
     return min(places, key=lambda i: crossing[i], default=len(eqns)) if begin else len(eqns)
 
 
-def _has_products(eqn: Eqn) -> bool:
+def has_products(eqn: Eqn) -> bool:
+    """Whether an equation is a product, or has one or a loop inside."""
     inside = (e for body in _jax.subjaxprs(eqn) for e in _jax.equations(body))
     return any(e.primitive.name in MATMULS | LOOPS for e in (eqn, *inside))
 
@@ -104,19 +106,6 @@ def _is_reduction(eqn: Eqn) -> bool:
 
 def _bytes_made(eqn: Eqn) -> int:
     return sum(map(_jax.bytes_of, eqn.outvars))
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """Cuts and what they cost.
-
-    Attributes:
-        bytes: What is kept at the cuts, and the largest unit.
-        cuts: Indices of the places, the program's ends included.
-    """
-
-    bytes: float
-    cuts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -137,10 +126,13 @@ class _Life:
 def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
     """Bytes that a unit holds for each equation while it is computed again and differentiated.
 
-    What is cheap to compute is part of whatever reads it, but products read memory.
+    What is cheap to compute is part of whatever reads it, and so are rows that are gathered and
+    what has no derivative (noise), but products read memory. A product that was computed before is
+    held once: XLA makes one of two.
     """
     operands: set[Var] = set()
     held: list[float] = []
+    again, differentiated = _computed_before(eqns), _differentiated(eqns)
     for eqn in reversed(eqns):
         name = eqn.primitive.name
         is_operand = not operands.isdisjoint(eqn.outvars)
@@ -148,19 +140,46 @@ def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
             operands.update(filter(_jax.is_var, eqn.invars))
         bodies = list(map(_jax.open_jaxpr, _jax.subjaxprs(eqn)))
         inside = sum(sum(bytes_held(body.eqns)) for body in bodies)
-        fused = name in CHEAP or bool(bodies)
-        written = not (name in VIEWS or name in FREE) and (is_operand or not fused)
+        has_none = differentiated.isdisjoint(eqn.outvars)
+        fused = has_none or name in CHEAP or name == "gather" or bool(bodies)
+        is_new = again.keys().isdisjoint(eqn.outvars)
+        written = is_new and not (name in VIEWS or name in FREE) and (is_operand or not fused)
         result = _bytes_made(eqn) if written else 0
         trips = eqn.params["length"] if name == "scan" else 1
         held.append(max(inside * trips, result))
     return held[::-1]
 
 
+def _differentiated(eqns: Sequence[Eqn]) -> set[Var]:
+    """What has a derivative by what enters a program."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    found: set[Var] = set()
+    for eqn in eqns:
+        read = (v for v in eqn.invars if _jax.is_var(v) and _jax.is_inexact(v))
+        if any(v in found or v not in made for v in read):
+            found.update(filter(_jax.is_inexact, eqn.outvars))
+    return found
+
+
+def _computed_before(eqns: Sequence[Eqn]) -> dict[Var, Var]:
+    """From the result of a product to that of an equal one before it, if there is one."""
+    firsts: dict[Any, Var] = {}
+    again: dict[Var, Var] = {}
+    for eqn in eqns:
+        if eqn.primitive.name in MATMULS and all(map(_jax.is_var, eqn.invars)):
+            read = tuple(again.get(v, v) for v in eqn.invars)
+            first = firsts.setdefault((eqn.primitive, str(eqn.params), read), eqn.outvars[0])
+            if first is not eqn.outvars[0]:
+                again[eqn.outvars[0]] = first
+    return again
+
+
 def _lives(eqns: Sequence[Eqn]) -> list[_Life]:
     made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    again = _computed_before(eqns)
     read: dict[Var, int] = {}
     for i, eqn in enumerate(eqns):
-        read.update((v, i) for v in eqn.invars if _jax.is_var(v) and v in made)
+        read.update((again.get(v, v), i) for v in eqn.invars if _jax.is_var(v) and v in made)
     return [_Life(made[v], i, _jax.bytes_of(v)) for v, i in read.items() if i > made[v]]
 
 
@@ -205,8 +224,18 @@ def _kept(lives: Sequence[_Life], places: Sequence[int]) -> _Sizes:
     return corners.cumsum(0).cumsum(1)[:size, :size]
 
 
-def _best(kept: _Sizes, held: _Sizes, limit: float) -> _Choice:
-    """The cuts at which the fewest bytes are kept.
+def _choices(kept: _Sizes, held: _Sizes) -> Iterator[list[int]]:
+    """Cuts at which the fewest bytes are kept, from large units to small ones."""
+    limit = held[-1]
+    while limit > LEAST_UNIT * held[-1]:
+        cuts = _fewest_kept(kept, held, limit)
+        yield cuts
+        largest = max(held[b] - held[a] for a, b in itertools.pairwise(cuts))
+        limit = SMALLER * min(limit, largest)
+
+
+def _fewest_kept(kept: _Sizes, held: _Sizes, limit: float) -> list[int]:
+    """The cuts at which the fewest bytes are kept: indices of places, the program's ends included.
 
     No unit holds more than ``limit``, but for those without a place to cut them.
     """
@@ -226,5 +255,24 @@ def _best(kept: _Sizes, held: _Sizes, limit: float) -> _Choice:
     cuts = [size - 1]
     while cuts[-1]:
         cuts.append(int(before[cuts[-1]]))
-    largest = max(held[b] - held[a] for b, a in itertools.pairwise(cuts))
-    return _Choice(float(least[-1] + largest), tuple(reversed(cuts)))
+    return cuts[::-1]
+
+
+def _least(choices: Sequence[list[int]], size: Callable[[list[int]], float]) -> list[list[int]]:
+    """Those of the cuts that are as good as the best."""
+    sizes = [size(cuts) for cuts in choices]
+    enough = AS_GOOD * min(sizes)
+    return [cuts for cuts, needed in zip(choices, sizes, strict=True) if needed <= enough]
+
+
+def _held_at_most(cuts: Sequence[int], kept: _Sizes, held: _Sizes) -> float:
+    """Bytes of all that is kept at the cuts, and of the largest unit."""
+    units = list(itertools.pairwise(cuts))
+    return sum(float(kept[unit]) for unit in units) + max(held[b] - held[a] for a, b in units)
+
+
+def _held_in_turn(cuts: Sequence[int], kept: _Sizes, held: _Sizes) -> float:
+    """The same, but that what later units make is gone when a unit is computed again."""
+    units = list(itertools.pairwise(cuts))
+    before = itertools.accumulate((float(kept[unit]) for unit in units[:-1]), initial=0.0)
+    return max(held[b] - held[a] + more for (a, b), more in zip(units, before, strict=True))
