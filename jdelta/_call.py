@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jdelta import _jax
 from jdelta._constant import Constant
 from jdelta._errors import ArgumentError
 from jdelta._format import format_array, format_some
 from jdelta._jitted import Jitted, several
-from jdelta._target import Target, is_on_host
+from jdelta._target import Target, committed_sharding, is_on_host
 
 
 def _as_they_are(results: Any) -> Any:
@@ -54,11 +56,33 @@ class Call:
 
     @property
     def placed(self) -> tuple[Any, ...]:
-        """The arguments, as shapes where they have to move."""
-        if self.in_shardings is None:
-            return self.args
-        self._check_traceable()
-        return _over(self.in_shardings, self.args, "in_shardings", _moved)
+        """The arguments, as shapes where they have to move.
+
+        Those without a place of their own are replicated over the mesh that the program runs over,
+        as ``jax.jit`` does.
+        """
+        args = self.args
+        if self.in_shardings is not None:
+            self._check_traceable()
+            args = _over(self.in_shardings, args, "in_shardings", _moved)
+        if any(committed_sharding(leaf) for leaf in jax.tree.leaves(args)) or self._mesh is None:
+            return args
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        return jax.tree.map(lambda x: x if _jax.is_ref(x) else _moved(x, everywhere), args)
+
+    @functools.cached_property
+    def _mesh(self) -> Mesh | None:
+        """The mesh that is set, else that of the results or one in the program, which is traced."""
+        if mesh := _jax.current_mesh():
+            return mesh
+        named = jax.tree.leaves(self.out_shardings, is_leaf=_is_place)
+        meshes = (s.mesh for s in named if isinstance(s, NamedSharding))
+        if mesh := next((m for m in meshes if isinstance(m, Mesh)), None):
+            return mesh
+        if jax.device_count() > 1:
+            with contextlib.suppress(Exception):  # what is wrong with it is said where it is traced
+                return next(_jax.meshes_in(jax.make_jaxpr(self.fun)(*self.args)), None)
+        return None
 
     def abstract(self, target: Target) -> Call:
         """The call with shapes in place of arrays, placed on a target.

@@ -3,6 +3,7 @@
 import os
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,14 +86,14 @@ class Target:
         Beside arguments sharded over a mesh, those that are not are replicated over it, as
         ``jax.jit`` does with arrays that are not committed to a device.
         """
-        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+        shardings = map(committed_sharding, jax.tree.leaves(tree))
         meshed = next((s for s in shardings if isinstance(s, NamedSharding)), None)
         unmeshed = meshed and NamedSharding(meshed.mesh, PartitionSpec())
 
         def place(leaf: Any) -> Any:
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
                 return leaf
-            like = getattr(leaf, "sharding", None)
+            like = committed_sharding(leaf)
             like = like if unmeshed is None or isinstance(like, NamedSharding) else unmeshed
             return jax.ShapeDtypeStruct(
                 leaf.shape,
@@ -232,18 +233,32 @@ def _known() -> str:
     )
 
 
+def committed_sharding(leaf: Any) -> Sharding | None:
+    """Where an argument has to be: an array that is not committed goes to where the others are."""
+    return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
+
+
 def _devices_of(args: object) -> tuple[Device, ...]:
-    """The devices under the arrays of ``args``, in the order of their ids."""
-    devices: set[Device] = set()
-    for leaf in jax.tree.leaves(args):
-        sharding = getattr(leaf, "sharding", None)
-        abstract = isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh)
-        if isinstance(sharding, Sharding) and not abstract:
-            devices |= sharding.device_set
+    """The devices under the arrays of ``args``, in the order of their ids.
+
+    Those of committed arrays; where there are none, those that the others are on.
+    """
+    leaves = jax.tree.leaves(args)
+    known = _devices_under(map(committed_sharding, leaves))
+    devices = known or _devices_under(getattr(leaf, "sharding", None) for leaf in leaves)
     if len({device.platform for device in devices}) > 1:
         kinds = sorted({device.device_kind for device in devices})
         raise TargetError(f"the arguments live on devices of different kinds: {kinds}; name one")
     return tuple(sorted(devices, key=lambda device: device.id))
+
+
+def _devices_under(shardings: Iterable[Sharding | None]) -> set[Device]:
+    devices: set[Device] = set()
+    for sharding in shardings:
+        abstract = isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh)
+        if isinstance(sharding, Sharding) and not abstract:
+            devices |= sharding.device_set
+    return devices
 
 
 def _all_devices(platform: str) -> list[Device]:

@@ -11,6 +11,7 @@ functions take and give stays. From the lowest floor up, each room importing onl
 - ``digest``: what a program is, so that two can be told apart.
 - ``equation``: what one equation says, and new ones made. In 0.11 a ``scan`` came to count its
   inputs in another way.
+- ``meshes``: the meshes of devices that a program runs over.
 - ``places``: where in the user's code things come from.
 - ``outside``: a trace that leaves to the one around it what does not depend on its arguments.
 - ``checkpoint``: ``jax.checkpoint`` with its policies and names. ``jax_remat3`` writes all of them
@@ -62,6 +63,8 @@ from jdelta._jax.hooks import SCAN as SCAN
 from jdelta._jax.hooks import VJP as VJP
 from jdelta._jax.hooks import current_session as current_session
 from jdelta._jax.hooks import session_context as session_context
+from jdelta._jax.meshes import current_mesh as current_mesh
+from jdelta._jax.meshes import meshes_in as meshes_in
 from jdelta._jax.outside import outside_of as outside_of
 from jdelta._jax.places import at_call as at_call
 from jdelta._jax.places import line_of as line_of

@@ -1,0 +1,28 @@
+"""Meshes of devices that a program runs over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jax._src.mesh import thread_resources
+from jax.sharding import Mesh, NamedSharding, get_mesh
+
+from jdelta._jax.bodies import equations
+from jdelta._jax.programs import Jaxpr
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh that is set: ``jax.set_mesh(mesh)``, or ``with mesh:`` of older programs."""
+    mesh = get_mesh()
+    mesh = thread_resources.env.physical_mesh if mesh.empty else mesh
+    return None if mesh.empty else mesh
+
+
+def meshes_in(program: Jaxpr) -> Iterator[Mesh]:
+    """The meshes of sharding constraints, ``shard_map`` and ``device_put`` in a program."""
+    for eqn in equations(program):
+        for value in eqn.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                mesh = part.mesh if isinstance(part, NamedSharding) else part
+                if isinstance(mesh, Mesh) and not mesh.empty:
+                    yield mesh
