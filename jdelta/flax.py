@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -156,8 +156,9 @@ def call_nnx(
 def without_objects(call: Call) -> Call:
     """The call of a step on the state of NNX objects: their new state comes out, as in ``nnx.jit``.
 
-    Objects that several arguments share are split together, and stay shared. A ``State`` is no
-    object: steps that are given one return the new one.
+    Objects that several arguments share are split together, and stay shared. An object that the
+    step was given and returns is the one that went in. A ``State`` is no object: steps that are
+    given one return the new one.
     """
     flat, tree = jax.tree.flatten(call.args, is_leaf=lambda x: _is_nnx(x) or _is_state(x))
     objects = [leaf for leaf in flat if _is_nnx(leaf)]
@@ -174,17 +175,42 @@ def without_objects(call: Call) -> Call:
         merged = nnx.merge(graphdef, _whole([leaves[i] for i in places]))
         for i, made in zip(places, merged, strict=True):
             leaves[i] = made
+        given = {id(node): _Given(path) for path, node in _nodes(merged)}
         out = call.fun(*jax.tree.unflatten(tree, leaves))
+        out = jax.tree.map(lambda leaf: given.get(id(leaf), leaf), out, is_leaf=_is_nnx)
         return out, _parts(nnx.state(merged), len(places))
 
     def finish(results: Any) -> Any:
         out, after = results
         nnx.update(objects, _whole(after))
+        own = dict(_nodes(objects))
+        out = jax.tree.map(
+            lambda leaf: own[leaf.path] if isinstance(leaf, _Given) else leaf,
+            out,
+            is_leaf=lambda leaf: isinstance(leaf, _Given),
+        )
         return call.finish(out)
 
     out = None if call.out_shardings is None else (call.out_shardings, None)
     static = call.static, Constant(graphdef)
     return replace(call, fun=fun, args=args, static=static, out_shardings=out, finish=finish)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Given:
+    """In the results of a step, an object that it was given.
+
+    Attributes:
+        path: From the list of all such objects: ``(0, "layers", 2)``.
+    """
+
+    path: tuple[Any, ...]
+
+
+def _nodes(objects: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The NNX objects in some, with their paths."""
+    return ((path, node) for path, node in nnx.iter_graph(objects) if _is_nnx(node))
 
 
 def _parts(state: Any, count: int) -> list[Any]:
