@@ -45,12 +45,12 @@ class DeferredPlan:
             donate_argnames: As in ``jax.jit``; default likewise.
         """
         given = together(donate_argnums, donate_argnames)
-        donate = self._step.donate if given is None else self._step.normal("donate_argnums", given)
+        donate = self._step.donate if given is None else self._step.normal("donate", given)
         step = replace(self._step, donate=donate)
         made = _Deferred(step, functools.partial(self._make, step, self.budget, **self.options))
         return functools.update_wrapper(made, self.step_fn, updated=())
 
-    def __call__(self, *_: Any, **__: Any) -> Any:
+    def __call__(self, /, *_: Any, **__: Any) -> Any:
         """Refused: there are no decisions yet."""
         raise PlanMismatchError(
             "This plan has no arguments yet, so it cannot serve as a policy. Give jdelta.plan the "
@@ -69,7 +69,7 @@ class _Deferred:
         self._planning = threading.RLock()  # so that several threads make one plan
         self.plans: list[Plan] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         call = call_of(self._step, args, kwargs)
         with self._planning:
             if call.key not in self._steps:

@@ -103,13 +103,22 @@ class Jitted:
     def normal(self, option: str, given: Iterable[int | str]) -> Arguments:
         """Arguments by number, or by name where they have no number.
 
+        Args:
+            option: What they are given for: "donate" or "static".
+            given: Numbers and names.
+
         Raises:
-            ArgumentError: The step has no such argument.
+            ArgumentError: The step has no such argument, or one is neither number nor name.
         """
         return tuple(dict.fromkeys(self._normal(option, argument) for argument in given))
 
     def _normal(self, option: str, argument: int | str) -> int | str:
         names = self.positions
+        option = f"{option}_{'argnames' if isinstance(argument, str) else 'argnums'}"
+        if not isinstance(argument, str) and not hasattr(argument, "__index__"):
+            raise ArgumentError(
+                f"{option}: expected the number of an argument of {self.name}, got {argument!r}."
+            )
         if isinstance(argument, str):
             if argument in names:
                 return names.index(argument)
@@ -152,8 +161,8 @@ def jitted(
     static = together(static_argnums, static_argnames)
     return Jitted(
         own.fun,
-        own.donate if donate is None else own.normal("donate_argnums", donate),
-        own.static if static is None else own.normal("static_argnums", static),
+        own.donate if donate is None else own.normal("donate", donate),
+        own.static if static is None else own.normal("static", static),
         own.in_shardings if in_shardings is None else in_shardings,
         own.out_shardings if out_shardings is None else out_shardings,
         own.first,
@@ -170,8 +179,13 @@ def together(numbers: Any, names: Any) -> Arguments | None:
     """Arguments given by number and by name; None where nothing is said."""
     if numbers is None and names is None:
         return None
-    given = (() if part is None else several(part) for part in (numbers, names))
-    return tuple(argument for part in given for argument in part)
+    return tuple(argument for part in (numbers, names) for argument in _listed(part))
+
+
+def _listed(given: Any) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    return several(given) if isinstance(given, (str, Iterable)) else (given,)
 
 
 def check_options(step: Jitted | None, options: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -191,23 +205,36 @@ def check_options(step: Jitted | None, options: Mapping[str, Any], known: Sequen
             continue
         if name in _NOT_TAKEN:
             raise ArgumentError(f"jdelta does not take jax.jit's {name}: {_NOT_TAKEN[name]}.")
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, ("budget", *known), n=1)
         maybe = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
         whose = f" nor an argument of {step.name}" if step is not None else ""
         raise ArgumentError(f"{name!r} is no option of jdelta{whose}: {maybe}")
 
 
-def check_meant(step: Jitted, option: str, value: Any, kind: Any) -> None:
-    """Refuse an option that was meant for the step's argument of that name.
+def check_kind(step: Jitted, option: str, value: Any, kinds: Sequence[Any], expected: str) -> None:
+    """Refuse what an option does not take: it may be the step's argument of that name.
+
+    Args:
+        step: The step.
+        option: Name of the option.
+        value: What was given for it.
+        kinds: Types that it takes.
+        expected: The same in words.
 
     Raises:
-        ArgumentError: It was.
+        ArgumentError: It is of another type.
     """
-    if value is not None and not isinstance(value, kind) and option in step.parameters:
+    if isinstance(value, tuple(kinds)):
+        return
+    got = (
+        f"got {'the class ' + value.__name__ if isinstance(value, type) else type(value).__name__}"
+    )
+    if option in step.parameters:
         raise ArgumentError(
             f"{option}= is an option of jdelta, and {step.name} has an argument of that name too: "
-            f"got a {type(value).__name__}. Give the argument by position."
+            f"got {got}. Give the argument by position."
         )
+    raise ArgumentError(f"{option}: expected {expected}, got {got}.")
 
 
 def _taken_apart(step: Callable[..., Any]) -> Jitted:
@@ -275,8 +302,8 @@ def _of_jit(step: Any, info: Any) -> Jitted:
     )
     return replace(
         inner,
-        donate=inner.normal("donate_argnums", (*info.donate_argnums, *info.donate_argnames)),
-        static=inner.normal("static_argnums", (*info.static_argnums, *info.static_argnames)),
+        donate=inner.normal("donate", (*info.donate_argnums, *info.donate_argnames)),
+        static=inner.normal("static", (*info.static_argnums, *info.static_argnames)),
         in_shardings=into,
         out_shardings=out,
     )

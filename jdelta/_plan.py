@@ -265,7 +265,7 @@ class Plan:
                 "jdelta.load(path).jit(step_fn)."
             )
         given = together(donate_argnums, donate_argnames)
-        donate = self.donate_argnums if given is None else step.normal("donate_argnums", given)
+        donate = self.donate_argnums if given is None else step.normal("donate", given)
         own = self._step if self._step is not None and step.fun is self._step.fun else None
         step = replace(own or step, donate=donate, static=self.static)
         planned = self._call if own else None

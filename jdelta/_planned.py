@@ -52,7 +52,7 @@ class PlannedStep:
         self._refs = tuple(": ref " in line for line in plan.arguments)
         functools.update_wrapper(self, step.fun, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(call_of(self._step, args, kwargs))
 
     def run(self, call: Call) -> Any:

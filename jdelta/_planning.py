@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, TypeAlias, overload
 
 import jax
+import numpy as np
 
 from jdelta import _reordered
 from jdelta._budget import parse_budget, parse_host_budget
@@ -23,7 +25,8 @@ from jdelta._emit import Step
 from jdelta._errors import ArgumentError, BudgetError
 from jdelta._files import to_files
 from jdelta._format import format_bytes, format_some
-from jdelta._jitted import OPTIONS, Jitted, check_meant, check_options, jitted
+from jdelta._items import Items
+from jdelta._jitted import OPTIONS, Jitted, check_kind, check_options, jitted
 from jdelta._layers import Planning
 from jdelta._measure import Measurement
 from jdelta._plan import Plan
@@ -55,17 +58,17 @@ Pins: TypeAlias = Mapping[str, Decision | str] | Callable[..., Any]
 _NO_PINS: Pins = MappingProxyType({})
 _SOLVERS: Mapping[str, Solver] = {"knapsack": Knapsack(), "milp": Milp()}
 
-_KINDS: Mapping[str, tuple[Any, ...]] = {
-    "target": (str,),
-    "solver": (str, Solver),
-    "host_budget": (int, str),
-    "pin": (Mapping, Callable),
-    "per_layer": (bool,),
-    "spill": (str, os.PathLike, Spill),
-    "reorder": (bool,),
-    "history": (History,),
+_KINDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "target": ("a name such as 'cuda:h100'", (str, NoneType)),
+    "solver": ("a name or a solver", (str, Solver)),
+    "host_budget": ("bytes, as for the budget", (numbers.Real, str, jax.Array, NoneType)),
+    "pin": ("a mapping from names to decisions, or a policy", (Mapping, Callable)),
+    "per_layer": ("True or False", (bool, np.bool_)),
+    "spill": ("a directory or a jdelta.Spill", (str, os.PathLike, Spill, NoneType)),
+    "reorder": ("True or False", (bool, np.bool_)),
+    "history": ("a jdelta.History", (History, NoneType)),
 }
-"""What may be given for each of jdelta's own options."""
+"""What each of jdelta's own options takes."""
 
 _OPTIONS = (*OPTIONS, *_KINDS)
 
@@ -233,8 +236,8 @@ def plan(
         "history": history,
     }
     check_options(step, given, _OPTIONS)
-    for option, kinds in _KINDS.items():
-        check_meant(step, option, options[option], kinds)
+    for option, (expected, kinds) in _KINDS.items():
+        check_kind(step, option, options[option], kinds, expected)
     options["solver"] = _solver(solver)
     options["spill"] = None if spill is None else Spill.of(spill)
     if budget is not None:
@@ -318,7 +321,7 @@ def _plan(
             f"that {where.name} has. Leave it out to use what there is."
         )
     if isinstance(pin, Mapping):
-        pin = {pattern: Decision(given) for pattern, given in pin.items()}
+        pin = {_pattern(given): Decision(decision) for given, decision in pin.items()}
     call = call.abstract(where)
     placed, out_shardings = call.args, call.out_shardings
     donate = call.donated(asked.donate)
@@ -367,7 +370,7 @@ def _plan(
         estimates=result.estimates,
         overhead=max(0.0, best.overhead - own) if best.decisions else 0.0,
         step_seconds=program_seconds(found.graph, where.rates, where.platform) + own,
-        result=_result(result),
+        result=_result(result, search.items),
         compiles=result.compiles,
         target=where.name,
         donate_argnums=asked.donate,
@@ -398,9 +401,11 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
     return Store(spill, by_callback=calls), rates
 
 
-def _result(found: Found) -> str:
+def _result(found: Found, items: Items) -> str:
     if found.best.decisions is None:
         return "The plain step fits: nothing is rematerialised."
+    if all(r.name in items.pinned or r.boundary for r in items.residuals if r.needed):
+        return "The decisions fit; all of them were taken by hand (pin=)."
     result = (found.best.outcome or Outcome.HEURISTIC).value
     if refused := found.refused:
         return (
@@ -416,6 +421,12 @@ def _host_capacity(host_budget: int | str | None, target: Target, placed: Any) -
         taken = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(placed) if is_on_host(x))
         return max(0.0, (target.host_share(placed) or math.inf) - taken)
     return float(parse_host_budget(host_budget))
+
+
+def _pattern(given: Any) -> str:
+    if isinstance(given, str) and given:
+        return given
+    raise ArgumentError(f"pin: expected names of residuals or patterns, got {given!r}.")
 
 
 def _solver(solver: str | Solver) -> Solver:

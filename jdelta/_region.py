@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -276,17 +277,32 @@ def _jvp(
 
 def _shield(policy: Any, region: str) -> bool:
     """Whether a ``jax.checkpoint`` with this policy around a region is shielded from CSE there."""
-    if isinstance(policy, RegionPolicy):
-        policy.check_before_jvp(region)
-        return policy.prevents_cse(region)
+    if plan := _plan_in(policy):
+        plan.check_before_jvp(region)
+        return plan.prevents_cse(region)
     return True
 
 
 def _look(policy: Any, body: Any) -> None:
     """Refuse a plan as the policy of a ``jax.checkpoint`` where it would decide nothing."""
-    eqns = _jax.open_jaxpr(body).eqns
-    if eqns and isinstance(policy, RegionPolicy) and not _has_region(body):
-        policy.check_reaches(_described(body))
+    if not _jax.open_jaxpr(body).eqns or _has_region(body):
+        return
+    if plan := _plan_in(policy):
+        plan.check_reaches(_described(body))
+
+
+def _plan_in(policy: Any) -> RegionPolicy | None:
+    """The plan that is a policy, or that a function calls which is one."""
+    while isinstance(policy, functools.partial):
+        policy = policy.func
+    policy = policy.__self__ if inspect.ismethod(policy) else policy
+    if isinstance(policy, RegionPolicy):
+        return policy
+    if not inspect.isfunction(policy):
+        return None
+    called = inspect.getclosurevars(policy)
+    read = itertools.chain(called.nonlocals.values(), called.globals.values())
+    return next((x for x in read if isinstance(x, RegionPolicy)), None)
 
 
 def _has_region(body: Any) -> bool:

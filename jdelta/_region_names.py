@@ -49,14 +49,15 @@ def named(runs: Sequence[Sequence[Eqn]]) -> list[Named]:
         runs: The equations of each region of a program, in order.
     """
     bases = _bases([_product_paths(_contents(eqns)) for eqns in runs])
-    kinds = [_kind(base) for base in bases]
+    titles = [_title(base, eqns) for base, eqns in zip(bases, runs, strict=True)]
+    kinds = [_NUMBER.sub("", title) for title in titles]
     signatures = [
         tuple(_signature(eqn, base) for eqn in eqns) for eqns, base in zip(runs, bases, strict=True)
     ]
     usual = {kind: _most_common(kind, kinds, signatures) for kind in dict.fromkeys(kinds)}
     return [
-        Named(_title(base, eqns), _apart(eqns, own, usual[kind]))
-        for eqns, base, kind, own in zip(runs, bases, kinds, signatures, strict=True)
+        Named(title, _apart(eqns, own, usual[kind]))
+        for title, eqns, kind, own in zip(titles, runs, kinds, signatures, strict=True)
     ]
 
 

@@ -62,6 +62,8 @@ class Spill:
             raise SpillError(f"spill: {expected}; got {spill!r}") from None
 
     def __post_init__(self) -> None:
+        if not self.path:
+            raise SpillError("path: expected a directory; got ''")
         object.__setattr__(self, "path", os.path.abspath(self.path))
         if self.adapter not in ADAPTERS and not isinstance(self.adapter, Adapter):
             raise SpillError(
