@@ -250,6 +250,8 @@ def _branches(eqn: Eqn, env: _jax.Env, trips: int) -> list[Any]:
     """Evaluate a ``cond`` whose branches have their units as regions."""
 
     def run(branch: Jaxpr, *args: Any) -> list[Any]:
+        if not any(has_products(e) or _jax.is_checkpoint(e) for e in _jax.equations(branch)):
+            return _jax.evaluate(branch, *args)
         return _evaluate(_jax.inline(branch, _is_unit), args, trips, is_inner=True)
 
     index, *args = _jax.read(env, eqn.invars)

@@ -226,9 +226,7 @@ def check_kind(step: Jitted, option: str, value: Any, kinds: Sequence[Any], expe
     """
     if isinstance(value, tuple(kinds)):
         return
-    got = (
-        f"got {'the class ' + value.__name__ if isinstance(value, type) else type(value).__name__}"
-    )
+    got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
     if option in step.parameters:
         raise ArgumentError(
             f"{option}= is an option of jdelta, and {step.name} has an argument of that name too: "

@@ -1,5 +1,6 @@
 """Steps in which nothing is marked: where they are cut, and plans for them in every framework."""
 
+import functools
 import itertools
 
 import jax
@@ -99,6 +100,30 @@ def test_a_call_holds_its_result_once():
     assert relu[1] == product[1] == 256
 
 
+def test_what_is_made_again_where_it_is_read_is_not_held():
+    x, rows = jnp.ones((8, 8)), jnp.arange(8)
+    twice = held(lambda x: jnp.tanh(x @ x) * jnp.exp(x @ x), x)
+    assert [size for name, size in twice if name == "dot_general"] == [256, 0]
+    gathered = held(lambda x: jnp.tanh(x[rows] * x[rows + 1]), x)
+    assert [size for name, size in gathered if name == "gather"] == [0, 0]
+    noisy = held(lambda x: jnp.tanh(x + jax.random.gumbel(jax.random.key(0), x.shape)), x)
+    assert [size for name, size in noisy if name in ("log", "random_bits")] == [0, 0, 0]
+
+
+def test_of_cuts_that_keep_as_much_those_with_less_in_turn():
+    """By the sum it is all the same whether the second and the third layer are one unit."""
+
+    def run(x, ws):
+        for w in ws:
+            x = jnp.tanh(x @ w) * jax.nn.sigmoid(x @ w)
+        return x
+
+    ws = [jnp.zeros(pair) for pair in itertools.pairwise([64, 128, 192, 64])]
+    eqns = _jax.open_jaxpr(_jax.inline(jax.make_jaxpr(run)(jnp.zeros((1024, 64)), ws))).eqns
+    assert segments(eqns) == [range(5), range(5, 10), range(10, 15)]
+    assert len(segments(eqns, is_whole=False)) == 2
+
+
 def test_a_loop_keeps_what_crosses_for_each_iteration():
     eqns = _jax.open_jaxpr(chain([64, 8, 64, 8, 64])).eqns
     assert len(segments(eqns, trips=1)) > 1
@@ -132,6 +157,28 @@ def test_the_last_unit_after_a_loop_is_left_alone():
     some, everything = (planned(step, 0.5, *args)[1].keys() for step in (gradient, pulled))
     assert {"unit/tanh", "head/exp"} < set(everything)
     assert set(some) == {name for name in everything if not name.startswith("head/")}
+
+
+def branching(w, x):
+    """Layers that a condition skips, and the last of which has another in its place."""
+    units = layer_of, jax.checkpoint(layer_of), layer_of
+    others = jnp.sin, jnp.sin, lambda x: jnp.cos(x @ w[0])
+    for i, (unit, other) in enumerate(zip(units, others, strict=True)):
+        x = jax.lax.cond(x[0, 0] > i - 9.0, functools.partial(unit, w[i]), other, x)
+    return x.sum()
+
+
+def layer_of(w, x):
+    return jnp.tanh(jnp.sin(x @ w))
+
+
+def test_branches_have_units_of_their_own():
+    step, args = jax.value_and_grad(branching), (jnp.ones((3, 8, 8)) / 9, jnp.ones((4, 8)))
+    plan = jdelta.plan(step, None, *args, pin={"*": "recompute"})
+    regions = {r.region for r in plan.residuals}
+    assert len(regions) == 4  # without that of jnp.sin
+    for a, b in zip(*map(jax.tree.leaves, (plan.jit()(*args), step(*args))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_linearized_is_cut_like_what_is_differentiated():

@@ -122,6 +122,35 @@ def test_what_is_neither_option_nor_argument_is_refused():
         jdelta.jit(step, budget="1GiB", backend="cpu")
 
 
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"budgett": 1}, "did you mean budget"),
+        ({"target": 5}, "target: expected a name such as 'cuda:h100', got int"),
+        ({"pin": None}, "pin: expected a mapping from names to decisions, or a policy"),
+        ({"pin": {1: "save"}}, "pin: expected names of residuals or patterns, got 1"),
+        ({"pin": {"": "save"}}, "pin: expected names of residuals or patterns, got ''"),
+        ({"history": jdelta.History}, "expected a jdelta.History, got the class History"),
+        ({"per_layer": "yes"}, "per_layer: expected True or False, got str"),
+        ({"donate_argnums": 0.5}, "donate_argnums: expected the number of an argument of step"),
+        ({"donate_argnames": "q"}, "donate_argnames: step has no argument 'q'"),
+        ({"static_argnums": 9}, "static_argnums: step has no argument 9"),
+    ],
+)
+def test_what_an_option_does_not_take_is_refused_by_name(option, says):
+    with pytest.raises(jdelta.ArgumentError, match=says):
+        jdelta.plan(step, "1GiB", start(), X, **option)
+
+
+def test_an_argument_may_be_called_self():
+    def run(self, x):
+        return step(self, x)
+
+    expected = step(start(), X)
+    same(jdelta.jit(run, budget="1GiB")(self=start(), x=X), expected)
+    same(jdelta.plan(run, "1GiB", self=start(), x=X).jit()(self=start(), x=X), expected)
+
+
 def test_an_argument_called_as_an_option_is_told_apart():
     def labelled(state, target):
         return step(state, target)
@@ -263,6 +292,23 @@ def test_nnx_modules_bound_by_name_are_refused():
     model, optimizer = to_train()
     with pytest.raises(jdelta.ArgumentError, match="binds model, which holds NNX objects, by name"):
         under(functools.partial(train, model=model, optimizer=optimizer))
+
+
+def test_an_nnx_object_that_is_returned_is_the_one_that_went_in():
+    def returning(model, optimizer, x):
+        loss = train(model, optimizer, x)
+        new = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        return {"parts": (model.linear, model.linear.kernel), "new": new}, loss
+
+    model, optimizer = to_train()
+    run = jdelta.jit(returning, budget="1GiB")
+    for _ in range(2):
+        made, loss = run(model, optimizer, X)
+    linear, kernel = made["parts"]
+    assert linear is model.linear
+    assert kernel is model.linear.kernel
+    assert isinstance(made["new"], nnx.Linear)
+    same([loss], losses_of(nnx.jit(train), *to_train())[1:2])
 
 
 def test_a_method_of_an_nnx_module_changes_the_module():

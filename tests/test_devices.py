@@ -1,5 +1,6 @@
 """Steps cut over eight devices: results, shardings, bytes per device, exchanges, the same plan."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -402,3 +403,40 @@ def test_ahead_of_time_the_peak_of_a_device_is_within_the_budget(cut):
         held = {math.prod(map(int, shape.split(","))) * 4 for shape in shapes}
         assert size in held
         assert held <= {size, size // 12}
+
+
+def mean_of_layers(w, x):
+    for i in range(3):
+        x = x + jnp.tanh(jnp.sin(x @ w[i]))
+    return jnp.mean(x**2)
+
+
+def in_a_shard_map(mesh):
+    def local(w, x):
+        return jax.lax.pmean(mean_of_layers(w, x), "d")
+
+    specs = {"in_specs": (P(), P("d")), "out_specs": P()}
+    return jax.grad(jax.shard_map(local, mesh=mesh, **specs))
+
+
+def with_a_constraint(mesh):
+    cut = NamedSharding(mesh, P("d"))
+    return jax.grad(lambda w, x: mean_of_layers(w, jax.lax.with_sharding_constraint(x, cut)))
+
+
+@pytest.mark.parametrize("way", ["shard_map", "constraint", "set mesh", "results", "committed"])
+def test_arguments_without_a_place_go_where_the_program_runs(way):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    step = {"shard_map": in_a_shard_map, "constraint": with_a_constraint}.get(
+        way, lambda _: jax.grad(mean_of_layers)
+    )(mesh)
+    args = np.ones((3, 16, 16), np.float32) / 16, jnp.ones((32, 16))
+    if way == "committed":
+        args = jax.device_put(args[0], jax.devices()[1]), args[1]
+    options = {"out_shardings": NamedSharding(mesh, P(None, "d"))} if way == "results" else {}
+    with jax.set_mesh(mesh) if way == "set mesh" else contextlib.nullcontext():
+        expected = jax.jit(step, **options)(*args)
+        plan = jdelta.plan(step, None, *args, pin={"*": "recompute"}, **options)
+        assert_same(plan.jit()(*args), expected)
+        assert_same(jdelta.jit(step, budget="1GiB", **options)(*args), expected)
+    assert plan.arguments[0].endswith("P() over d=4") == (way != "committed")

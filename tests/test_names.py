@@ -120,6 +120,20 @@ def test_scopes_of_the_user_stand_before_the_places_of_weights():
     assert all(region.startswith("mine") for region in found)
 
 
+def test_the_users_checkpoints_are_not_compared_with_what_is_between_them():
+    def blk(x, w):
+        return x + jnp.tanh(jnp.sin(x @ w) @ w)
+
+    def loss(ws, x):
+        for i in range(3):
+            x = jax.checkpoint(blk)(x, ws[i])
+        return jnp.mean(x**2)
+
+    args = jnp.ones((3, 8, 8)), jnp.ones((4, 8))
+    plan = jdelta.plan(jax.grad(loss), None, *args, pin={"*": "recompute"})
+    assert {"blk_0/sin", "blk_1/sin", "blk_2/tanh"} <= {r.name for r in plan.residuals}
+
+
 def test_a_formula_names_no_region():
     def of_sums(params, x):
         for p in params:

@@ -584,6 +584,25 @@ def test_a_policy_alone_cannot_tell_calls_apart():
         jax.grad(functools.partial(loss, calls_policy({"unit_0/exp"})))(X)
 
 
+def test_what_enters_only_some_of_the_calls_is_decided_alike():
+    """What enters the first call is an argument of the step, and no residual."""
+
+    @jdelta.remat
+    def unit(x):
+        return jnp.exp(jnp.sin(x))
+
+    def loss(wrap, x):
+        for _ in range(3):
+            x = wrap(unit)(x)
+        return x.sum()
+
+    step = jax.grad(functools.partial(loss, lambda unit: unit))
+    plan = jdelta.plan(step, None, X, pin={"*": "recompute", "*exp": "save"})
+    policed = jax.grad(functools.partial(loss, functools.partial(jax.checkpoint, policy=plan)))
+    np.testing.assert_allclose(policed(X), step(X), rtol=1e-6)
+    assert plan.result.endswith("taken by hand (pin=).")
+
+
 def test_a_policy_for_another_model_is_refused():
     with pytest.raises(PlanMismatchError, match="knows no region 'h_0'"):
         jax.grad(
@@ -685,6 +704,22 @@ def test_a_plan_that_reaches_nothing_says_so(wrap, remat3):
         assert ("block_7" in str(error.value)) == (wrap == "linen")
         for harmless in (DROPPING, jdelta.plan(sum_of(wave), "1GiB", X)):
             sum_of(UNMARKED[wrap](harmless))(X)
+
+
+CALLING = {
+    "partial": functools.partial(REACHED),
+    "method": REACHED.__call__,
+    "function": lambda *args, **params: REACHED(*args, **params),
+    "either policy": jax.checkpoint_policies.save_from_both_policies(
+        REACHED, jax.checkpoint_policies.dots_saveable
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CALLING)
+def test_a_plan_that_a_policy_calls_reaches_nothing_either(how):
+    with pytest.raises(PlanMismatchError, match="nothing in it is marked"):
+        sum_of(UNMARKED["jax"](CALLING[how]))(X)
 
 
 @pytest.mark.parametrize("remat3", [False, True])
