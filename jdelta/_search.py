@@ -384,9 +384,10 @@ class Search:
         """The plan with the least peak; if need be what enters the units is on the host too.
 
         Before that, XLA is left to itself: to compute gradients of weights in place takes less as a
-        rule, but more where the compiler has a product made in parts that are summed up.
-        Where files are at hand, as much as is quicker than recompute leaves: what a CPU recomputes
-        for a unit may take more memory than the same values that come back from files.
+        rule, but more where the compiler has a product made in parts that are summed up. And next
+        to nothing is kept: indices of rows take less than all that they are computed from. Where
+        files are at hand, as much leaves as is quicker than recompute: what a CPU recomputes for a
+        unit may take more memory than the same values that come back from files.
 
         Raises:
             BudgetError: It does not fit.
@@ -394,11 +395,13 @@ class Search:
         floor = self._compile(self._floor())
         if floor.peak > bound and self.step.target.platform in TIED:
             floor = min(floor, self._compile(self._floor(least=True)), key=lambda c: c.peak)
+        if floor.peak > bound:
+            little = self._next_to_nothing_kept(bound)
+            promises = self.step.store or little.predicted < floor.peak
+            tried = self._tried(little) if promises else None
+            floor = tried if tried and tried.peak < floor.peak else floor
         if floor.peak > bound and self.items.deep:
             floor = self._deep_floor(floor)
-        if floor.peak > bound and self.step.store:
-            spilled = self._tried(self._next_to_nothing_kept(bound))
-            floor = spilled if spilled and spilled.peak < floor.peak else floor
         if floor.peak > bound:
             least = min(filter(None, (floor.peak, self._compiles.least)))
             raise too_small(bound, floor, least, self.items.residuals, self.step.target.platform)
