@@ -155,6 +155,8 @@ class _Unit:
 
 def _units(eqns: Sequence[Eqn], trips: int, *, is_model: bool) -> Iterator[_Unit]:
     """A program's units, in order; ``is_model`` if it is all that is in front of a loss."""
+    session: Session | None = _jax.current_session()
+    coarse = session is not None and session.grouping.coarse
     held = bytes_held(eqns)
     large = LOOP_SHARE * sum(held)
     begin = 0
@@ -164,7 +166,7 @@ def _units(eqns: Sequence[Eqn], trips: int, *, is_model: bool) -> Iterator[_Unit
         is_alone = is_apart or _is_unit(eqn)
         if is_alone and begin < end:
             is_whole = is_model and end - begin == len(eqns)
-            for s in segments(eqns[begin:end], trips, is_whole=is_whole):
+            for s in segments(eqns[begin:end], trips, is_whole=is_whole, coarse=coarse):
                 yield _Unit(eqns[begin + s.start : begin + s.stop])
         if is_alone and eqn is not None:
             yield _Unit([eqn], is_cut, is_apart)

@@ -1,4 +1,4 @@
-"""The search for a plan, with loops as they are and with several layers in an iteration."""
+"""The search for a plan: with the step as it is cut, larger units, or several layers together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,13 +73,12 @@ class Planning:
     def _searched(self, search: Search, bound: int) -> tuple[Search, Found]:
         if self.pin:
             return search, self._pinned(search, bound)
-        if not search.trace.trips or not self.per_layer:
-            return search, search.run(bound)
-        may_be_apart = search.step.target.platform in GROUPS
+        has_layers = bool(search.trace.trips) and self.per_layer
+        may_be_apart = has_layers and search.step.target.platform in GROUPS
         try:
             found = search.run(bound, EARLY if may_be_apart else MOST_COMPILES)
         except BudgetError as error:
-            return self._nested(search, bound, error)
+            return self._otherwise(search, bound, error)
         is_done = found.is_good or not may_be_apart
         return (search, found) if is_done else self._apart(search, found)
 
@@ -112,18 +111,26 @@ class Planning:
         unpinnable = functools.partial(why_unpinnable, trace, names)
         return Pins(self.pin, users_names(trace, residuals), unpinnable)
 
-    def _nested(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:
-        """Nested checkpoints, since everything else needs more than the budget."""
-        layers = _near_root(max(first.trace.trips.values()))
-        if layers == 1:
-            raise error
-        try:
-            search = self._search(Grouping(layers, nested=True), first)
-            return search, search.run(bound)
-        except TraceError:
-            raise error from None
-        except BudgetError as other:
-            raise min(error, other, key=lambda e: e.floor or math.inf) from None
+    def _otherwise(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:
+        """Larger units, or nested checkpoints, since everything else needs more than the budget."""
+        for grouping in self._others(first):
+            try:
+                search = self._search(grouping, first)
+                if grouping.coarse and not search.promises(error.floor or 0):
+                    continue
+                return search, search.run(bound)
+            except TraceError:
+                continue
+            except BudgetError as other:
+                error = min(error, other, key=lambda e: e.floor or math.inf)
+        raise error from None
+
+    def _others(self, first: Search) -> Iterator[Grouping]:
+        if first.trace.automatic:
+            yield Grouping(1, coarse=True)
+        layers = _near_root(max(first.trace.trips.values(), default=1))
+        if layers > 1 and self.per_layer:
+            yield Grouping(layers, nested=True)
 
     def _apart(self, first: Search, alike: Found) -> tuple[Search, Found]:
         """The best plan with layers decided alike or apart."""

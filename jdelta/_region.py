@@ -55,10 +55,12 @@ class Grouping:
         layers: How many layers one iteration runs.
         nested: Whether these are a loop in the loop, under one more ``jax.checkpoint`` that keeps
             what enters the first of them; else each is a region of its own.
+        coarse: Whether units that are found in the program are larger than seems best.
     """
 
     layers: int
     nested: bool = False
+    coarse: bool = False
 
 
 AS_WRITTEN = Grouping(1)

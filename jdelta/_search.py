@@ -52,6 +52,9 @@ MAY_FIT = 1.15
 """Times the budget that the plain step may take by the simulation and still be compiled. That was
 at most 6.5 % too high for plain steps (BERT-base on a v5e), on CUDA 1.2 % (jax 0.12.0.1)."""
 
+MAY_BE_BELOW = 1.05
+"""Times a peak that the floor of larger units may be predicted to take and still be compiled."""
+
 SURELY_BELOW = 0.9
 """Part of the budget that the simulated floor must stay below to go without compiling it."""
 
@@ -122,7 +125,7 @@ class Search:
         self._correction = before._correction.copy() if before else Correction()
         self._emitted: dict[Policy | None, Emission] = {}
         self._plain = before._plain if before else self._of_plain()
-        self._may_fail = before is not None and not step.grouping.nested
+        self._may_fail = before is not None and not (step.grouping.nested or step.grouping.coarse)
         self._alike = alike
         self._splitting = ROW_PASSES * trace.row_bytes / step.target.rates.bandwidth
         self._exceeding: list[Candidate] = []
@@ -174,6 +177,10 @@ class Search:
         """That of the quickest plan compiled so far that fits, if it adds less than ``seconds``."""
         known = self._compiles.quickest(bound)
         return known.grouping if known and known.overhead < seconds else None
+
+    def promises(self, peak: int) -> bool:
+        """Whether the floor may be below a peak, by its prediction."""
+        return self._floor().predicted < MAY_BE_BELOW * peak
 
     def run(self, bound: int, most: int = MOST_COMPILES) -> Found:
         """Find a plan within the budget.

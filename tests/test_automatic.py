@@ -17,7 +17,7 @@ from jdelta._plain_inputs import with_plain_inputs
 from jdelta._region import Session
 from jdelta._segments import bytes_held, loss_begins, segments
 from jdelta._target import resolve
-from tests.compilers import TARGETS
+from tests.compilers import TARGETS, needs_cuda
 from tests.frameworks import FORMS, STEPS
 from tests.planning import planned, under
 from tests.programs import PROGRAMS, unmarked
@@ -108,6 +108,15 @@ def test_what_is_made_again_where_it_is_read_is_not_held():
     assert [size for name, size in gathered if name == "gather"] == [0, 0]
     noisy = held(lambda x: jnp.tanh(x + jax.random.gumbel(jax.random.key(0), x.shape)), x)
     assert [size for name, size in noisy if name in ("log", "random_bits")] == [0, 0, 0]
+
+
+def test_coarse_cuts_are_fewer_and_not_much_worse():
+    program = chain([64, 8, 64, 8, 64, 8, 64, 8, 64])
+    eqns = _jax.open_jaxpr(program).eqns
+    fine, coarse = segments(eqns), segments(eqns, coarse=True)
+    assert len(coarse) < len(fine)
+    sums = [sum(cost(program, [0, *(s.stop for s in found)])) for found in (fine, coarse)]
+    assert sums[0] <= sums[1] <= _segments.COARSE * sums[0]
 
 
 def test_of_cuts_that_keep_as_much_those_with_less_in_turn():
@@ -608,3 +617,50 @@ def test_what_the_rule_of_a_custom_vjp_differentiates_is_part_of_its_unit():
     step, args = program.make(program.small, unmarked)
     plan = jdelta.plan(step, None, *args)
     assert {r.region for r in plan.residuals} == {"unit_0", "unit_1", "unit_2"}
+
+
+def attention_with_dropout(w, x, key):
+    """A layer of attention and an MLP, with dropout in both."""
+
+    def normal(x):
+        mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+        return (x - mean) * jax.lax.rsqrt(var + 1e-5)
+
+    def dropped(key, x):
+        return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0)
+
+    def heads(w):
+        return (normal(x) @ w).reshape(8, 512, 8, -1)
+
+    first, second = jax.random.split(key)
+    scores = jnp.einsum("bthd,bshd->bhts", heads(w["q"]), heads(w["k"])) / 8.0
+    mixed = jnp.einsum("bhts,bshd->bthd", dropped(first, jax.nn.softmax(scores, -1)), heads(w["v"]))
+    x = x + mixed.reshape(x.shape) @ w["o"]
+    return x + dropped(second, jax.nn.gelu(normal(x) @ w["up"]) @ w["down"])
+
+
+@pytest.mark.compiler
+@needs_cuda
+def test_larger_units_where_those_that_are_found_need_more_than_the_budget():
+    def step_of(block):
+        def step(ws, x, key):
+            def loss(ws):
+                y = x
+                for i, w in enumerate(ws):
+                    y = block(w, y, jax.random.fold_in(key, i))
+                return jnp.mean(y**2)
+
+            return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
+
+        return step
+
+    wide = {"up": (512, 2048), "down": (2048, 512)} | dict.fromkeys("qkvo", (512, 512))
+    w = {name: jax.ShapeDtypeStruct(sizes, jnp.float32) for name, sizes in wide.items()}
+    x = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+    args = [w] * 5, x, jax.eval_shape(lambda: jax.random.key(0))
+    options = {"target": "cuda:h100", "host_budget": 0, "donate_argnums": 0}
+    by_hand = jdelta.plan(
+        step_of(jax.checkpoint(attention_with_dropout)), None, *args, **options
+    ).compiled_peak
+    plan = jdelta.plan(step_of(attention_with_dropout), int(1.02 * by_hand), *args, **options)
+    assert plan.grouping.coarse
