@@ -664,3 +664,17 @@ def test_larger_units_where_those_that_are_found_need_more_than_the_budget():
     ).compiled_peak
     plan = jdelta.plan(step_of(attention_with_dropout), int(1.02 * by_hand), *args, **options)
     assert plan.grouping.coarse
+
+
+@pytest.mark.compiler
+@needs_cuda
+def test_next_to_nothing_kept_may_take_less_than_nothing_kept():
+    """The indices of the nearest codes stand for all that they are computed from."""
+    program = PROGRAMS["networks.quantised_codes"]
+    options = {"target": "cuda:h100", "host_budget": 0, **dict(program.options)}
+    step, args = program.make(program.large, jax.checkpoint)
+    by_hand = jdelta.plan(step, None, *args, **options).compiled_peak
+    step, args = program.make(program.large, unmarked)
+    plan = jdelta.plan(step, int(1.02 * by_hand), *args, **options)
+    assert plan.host_bytes == 0
+    assert plan.floor <= 1.02 * by_hand
