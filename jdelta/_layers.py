@@ -116,7 +116,8 @@ class Planning:
         for grouping in self._others(first):
             try:
                 search = self._search(grouping, first)
-                if grouping.coarse and not search.promises(error.floor or 0):
+                is_same = len(search.trace.regions) == len(first.trace.regions)
+                if grouping.coarse and (is_same or not search.promises(error.floor or 0)):
                     continue
                 return search, search.run(bound)
             except TraceError:

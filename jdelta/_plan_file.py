@@ -16,7 +16,7 @@ from jdelta._residual import Residual
 from jdelta._spill import Spill, SpillRates
 from jdelta._versions import __version__
 
-VERSION = 12
+VERSION = 13
 """Of the form of the files; any other is refused."""
 
 _SCALARS = {"int": int, "float": (int, float), "str": str}
