@@ -570,5 +570,7 @@ def test_no_directory(tmp_path):
     step, args = network()
     with pytest.raises(SpillError, match="nowhere"):
         jdelta.plan(step, 0.6, *args, spill=str(tmp_path / "nowhere"))
-    with pytest.raises(SpillError, match=r"expected a directory or a jdelta\.Spill; got 7"):
+    with pytest.raises(jdelta.ArgumentError, match=r"a directory or a jdelta\.Spill, got int"):
         jdelta.plan(step, 0.6, *args, spill=7)
+    with pytest.raises(SpillError, match="expected a directory, got ''"):
+        jdelta.plan(step, 0.6, *args, spill="")

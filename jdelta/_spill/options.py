@@ -51,19 +51,16 @@ class Spill:
         """The spill that a user means by a path or by a ``Spill``.
 
         Raises:
-            SpillError: It is neither.
+            SpillError: The path is empty.
         """
         if isinstance(spill, Spill):
             return spill
-        try:
-            return cls(os.fspath(spill))
-        except TypeError:
-            expected = "expected a directory or a jdelta.Spill"
-            raise SpillError(f"spill: {expected}; got {spill!r}") from None
+        path = os.fspath(spill)
+        if not path:
+            raise SpillError(f"spill: expected a directory, got {path!r}")
+        return cls(path)
 
     def __post_init__(self) -> None:
-        if not self.path:
-            raise SpillError("path: expected a directory; got ''")
         object.__setattr__(self, "path", os.path.abspath(self.path))
         if self.adapter not in ADAPTERS and not isinstance(self.adapter, Adapter):
             raise SpillError(
