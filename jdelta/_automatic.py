@@ -183,7 +183,7 @@ def _is_cut(eqn: Eqn, *, is_large: bool) -> bool:
     What a unit around branches computes again, a value for each of them, is all there at once.
     """
     if eqn.primitive.name == "cond":
-        return (has_products(eqn) or _has_units(eqn)) and not _jax.happens_once(eqn)
+        return any(map(_is_worth_cutting, eqn.params["branches"])) and not _jax.happens_once(eqn)
     return _is_scan(eqn) and (is_large or _has_units(eqn))
 
 
@@ -195,9 +195,13 @@ def _is_unit(eqn: Eqn) -> bool:
     return not any(map(_has_units, filter(_is_scan, inside)))
 
 
-def _has_units(eqn: Eqn) -> bool:
-    inside = (e for body in _jax.subjaxprs(eqn) for e in _jax.equations(body))
-    return any(map(_jax.is_checkpoint, inside))
+def _has_units(loop: Eqn) -> bool:
+    return any(map(_jax.is_checkpoint, _jax.equations(loop.params["jaxpr"])))
+
+
+def _is_worth_cutting(branch: Jaxpr) -> bool:
+    """Whether a branch multiplies, or the user marked a unit in it."""
+    return any(has_products(e) or _jax.is_checkpoint(e) for e in _jax.equations(branch))
 
 
 def _is_loss(inner: Jaxpr) -> bool:
@@ -252,7 +256,7 @@ def _branches(eqn: Eqn, env: _jax.Env, trips: int) -> list[Any]:
     """Evaluate a ``cond`` whose branches have their units as regions."""
 
     def run(branch: Jaxpr, *args: Any) -> list[Any]:
-        if not any(has_products(e) or _jax.is_checkpoint(e) for e in _jax.equations(branch)):
+        if not _is_worth_cutting(branch):
             return _jax.evaluate(branch, *args)
         return _evaluate(_jax.inline(branch, _is_unit), args, trips, is_inner=True)
 

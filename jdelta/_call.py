@@ -60,10 +60,13 @@ class Call:
 
         Those without a place of their own are replicated over the mesh that the program runs over,
         as ``jax.jit`` does.
+
+        Raises:
+            ArgumentError: An argument is nothing that JAX traces.
         """
+        self._check_traceable()
         args = self.args
         if self.in_shardings is not None:
-            self._check_traceable()
             args = _over(self.in_shardings, args, "in_shardings", _moved)
         if any(committed_sharding(leaf) for leaf in jax.tree.leaves(args)) or self._mesh is None:
             return args
@@ -90,7 +93,6 @@ class Call:
         Raises:
             ArgumentError: An argument is nothing that JAX traces.
         """
-        self._check_traceable()
         out = _places(self.out_shardings, target.sharding)
         args = target.abstract(self.placed)
         return replace(self, args=args, in_shardings=None, out_shardings=out, finish=_as_they_are)

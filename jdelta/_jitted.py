@@ -172,20 +172,16 @@ def jitted(
 
 def several(given: Any) -> tuple[Any, ...]:
     """Numbers or names of arguments, where one alone may be given."""
-    return (given,) if isinstance(given, (int, str)) else tuple(given)
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    return (given,) if is_one else tuple(given)
 
 
 def together(numbers: Any, names: Any) -> Arguments | None:
     """Arguments given by number and by name; None where nothing is said."""
     if numbers is None and names is None:
         return None
-    return tuple(argument for part in (numbers, names) for argument in _listed(part))
-
-
-def _listed(given: Any) -> tuple[Any, ...]:
-    if given is None:
-        return ()
-    return several(given) if isinstance(given, (str, Iterable)) else (given,)
+    given = (() if part is None else several(part) for part in (numbers, names))
+    return tuple(argument for part in given for argument in part)
 
 
 def check_options(step: Jitted | None, options: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -49,7 +49,7 @@ class RegionPolicy(Protocol):
 
 @dataclass(frozen=True)
 class Grouping:
-    """How loops over layers are run (``_groups.py``).
+    """How loops over layers are run (``_groups.py``), and a step is cut (``_segments.py``).
 
     Attributes:
         layers: How many layers one iteration runs.

@@ -50,7 +50,7 @@ def named(runs: Sequence[Sequence[Eqn]]) -> list[Named]:
     """
     bases = _bases([_product_paths(_contents(eqns)) for eqns in runs])
     titles = [_title(base, eqns) for base, eqns in zip(bases, runs, strict=True)]
-    kinds = [_NUMBER.sub("", title) for title in titles]
+    kinds = [_kind(tuple(title.split("/"))) for title in titles]
     signatures = [
         tuple(_signature(eqn, base) for eqn in eqns) for eqns, base in zip(runs, bases, strict=True)
     ]

@@ -223,6 +223,14 @@ def test_forgotten_static_arguments_are_named():
         jdelta.jit(configured, budget="1GiB", static_argnames="config")(start(), X, {})
 
 
+def test_forgotten_static_arguments_are_named_under_a_mesh_too():
+    with (
+        jax.set_mesh(jax.make_mesh((2,), ("d",))),
+        pytest.raises(jdelta.ArgumentError, match="argument mode is a str"),
+    ):
+        jdelta.plan(lambda state, x, mode: step(state, x), "1GiB", start(), X, "train")
+
+
 def test_other_shapes_and_deleted_arrays_are_named_as_the_user_does():
     planned = jdelta.plan(step, "1GiB", start(), X).jit()
     with pytest.raises(jdelta.PlanMismatchError, match=r"x: expected float32\[16,8\], came"):

@@ -569,11 +569,12 @@ def calls_policy(saved):
     return Policy(frozenset(saved), frozenset(), frozenset(), (("unit_0", 0), ("unit_1", 0)))
 
 
-def test_a_policy_alone_cannot_tell_calls_apart():
-    @jdelta.remat
-    def unit(x):
-        return jnp.exp(jnp.sin(x))
+@jdelta.remat
+def unit(x):
+    return jnp.exp(jnp.sin(x))
 
+
+def test_a_policy_alone_cannot_tell_calls_apart():
     def loss(policy, x):
         for _ in range(2):
             x = jax.checkpoint(unit, policy=policy)(x)
@@ -587,10 +588,6 @@ def test_a_policy_alone_cannot_tell_calls_apart():
 
 def test_what_enters_only_some_of_the_calls_is_decided_alike():
     """What enters the first call is an argument of the step, and no residual."""
-
-    @jdelta.remat
-    def unit(x):
-        return jnp.exp(jnp.sin(x))
 
     def loss(wrap, x):
         for _ in range(3):

@@ -55,10 +55,13 @@ def subjaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
 
 def programs_in(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
     """All jaxprs among the parameters of an equation, or in a tuple there."""
+    return (value for value in values_in(params) if hasattr(value, "eqns"))
+
+
+def values_in(params: Mapping[str, Any]) -> Iterator[Any]:
+    """The parameters of an equation, those in a tuple one by one."""
     for value in params.values():
-        for leaf in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(leaf, "eqns"):
-                yield leaf
+        yield from value if isinstance(value, (tuple, list)) else (value,)
 
 
 def with_bodies(eqn: Eqn, change: Callable[[Jaxpr], Jaxpr]) -> Eqn:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jax._src.mesh import thread_resources
 from jax.sharding import Mesh, NamedSharding, get_mesh
 
-from jdelta._jax.bodies import equations
+from jdelta._jax.bodies import equations, values_in
 from jdelta._jax.programs import Jaxpr
 
 
@@ -21,8 +21,7 @@ def current_mesh() -> Mesh | None:
 def meshes_in(program: Jaxpr) -> Iterator[Mesh]:
     """The meshes of sharding constraints, ``shard_map`` and ``device_put`` in a program."""
     for eqn in equations(program):
-        for value in eqn.params.values():
-            for part in value if isinstance(value, (tuple, list)) else (value,):
-                mesh = part.mesh if isinstance(part, NamedSharding) else part
-                if isinstance(mesh, Mesh) and not mesh.empty:
-                    yield mesh
+        for value in values_in(eqn.params):
+            mesh = value.mesh if isinstance(value, NamedSharding) else value
+            if isinstance(mesh, Mesh) and not mesh.empty:
+                yield mesh
