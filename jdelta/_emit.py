@@ -142,8 +142,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         if changed is not flat:
             traced = _again(step, traced, functools.partial(_jax.evaluate, changed))
         offloads = bool(policy.offloaded)
-        left_alone = policy.least and not offloads  # as XLA has jax.checkpoint by hand
-        if not left_alone and is_timed(traced.jaxpr, platform, offloads=offloads):
+        if not policy.is_by_hand and is_timed(traced.jaxpr, platform, offloads=offloads):
             traced = _again(step, traced, _timed(step, traced, least=policy.least))
     if step.updates_in_loops:
         run = updated_in_loops(_jax.inline(traced.jaxpr), _donated_leaves(step))

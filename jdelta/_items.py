@@ -66,6 +66,16 @@ class Items:
         entering = {r.entering: decisions[r.name] for r in self.residuals if r.entering}
         return {**decisions, **entering}
 
+    def decisions_by_hand(self, decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+        """The same, but what enters a unit is not handed to the unit that makes it, unless pinned.
+
+        Of ``{"unit_0/tanh": SAVE}`` that enters ``unit_1`` it makes
+        ``{"unit_0/tanh": RECOMPUTE, "unit_1/input": SAVE}``.
+        """
+        stays = (r for r in self.residuals if decisions[r.name] is Decision.SAVE)
+        made = {r.name for r in stays if r.entering and r.name not in self.pinned}
+        return self.policy_decisions(decisions) | dict.fromkeys(made, Decision.RECOMPUTE)
+
     def with_boundaries(self) -> Items:
         """The problem in which boundaries may leave the device."""
         return replace(self, problem=self.deep or self.problem)

@@ -132,7 +132,9 @@ class Plan:
         policy = self.policy
         if policy is None:
             return MappingProxyType({r.name: Decision.SAVE for r in self.residuals})
-        return MappingProxyType({r.name: policy.decision(r.name) for r in self.residuals})
+        return MappingProxyType(
+            {r.name: policy.decision(r.name, r.entering) for r in self.residuals}
+        )
 
     @property
     def overhead_share(self) -> float:

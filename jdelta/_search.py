@@ -55,6 +55,10 @@ at most 6.5 % too high for plain steps (BERT-base on a v5e), on CUDA 1.2 % (jax 
 MAY_BE_BELOW = 1.05
 """Times a peak that the floor of larger units may be predicted to take and still be compiled."""
 
+PROMISED = 0.95
+"""Part of the floor that everything recomputed as by hand may be predicted to take and is compiled,
+where that is only to say the floor."""
+
 SURELY_BELOW = 0.9
 """Part of the budget that the simulated floor must stay below to go without compiling it."""
 
@@ -240,6 +244,9 @@ class Search:
         with contextlib.suppress(OffloadError, SpillError, jax.errors.JaxRuntimeError):
             if not is_sure or self._was_compiled(floor):
                 floor = self._compile(floor)
+                policy = floor.emission.policy
+                if self._is_small and policy and policy.writes_bits:  # else none promises less
+                    floor = self._less_by_hand(floor, PROMISED * floor.peak)
             if self.items.deep and self._is_small:
                 are_foretold = self._compiles.are_foretold
                 floor = self._expected_deep(floor) if are_foretold else self._deep_floor(floor)
@@ -369,13 +376,11 @@ class Search:
 
     def own_recompute(self) -> float:
         """Seconds that the user's own ``jax.checkpoint`` adds to the plain step."""
-        graph, target = self._plain.emission.timeline.graph, self.step.target
-        if not any(op.again for op, _ in walk(graph)):
+        target = self.step.target
+        if not any(op.again for op, _ in walk(self._plain.emission.timeline.graph)):
             return 0.0
-        seconds, without = (
-            program_seconds(g, target.rates, target.platform) for g in (graph, self.trace.graph)
-        )
-        return max(0.0, seconds - without)
+        without = program_seconds(self.trace.graph, target.rates, target.platform)
+        return max(0.0, self._seconds(self._plain) - without)
 
     @property
     def _is_small(self) -> bool:
@@ -387,21 +392,25 @@ class Search:
         decisions = self.items.decisions([Decision.RECOMPUTE] * len(self.items.problem.items))
         return self._priced(decisions, Outcome.HEURISTIC, self._policy(decisions, least=least))
 
+    def _seconds(self, candidate: Candidate) -> float:
+        """Of a step, by the instructions of its program as traced."""
+        target, graph = self.step.target, candidate.emission.timeline.graph
+        return program_seconds(graph, target.rates, target.platform)
+
     def _compiled_floor(self, bound: int) -> Candidate:
         """The plan with the least peak; if need be what enters the units is on the host too.
 
-        Before that, XLA is left to itself: to compute gradients of weights in place takes less as a
-        rule, but more where the compiler has a product made in parts that are summed up. And next
-        to nothing is kept: indices of rows take less than all that they are computed from. Where
-        files are at hand, as much leaves as is quicker than recompute: what a CPU recomputes for a
-        unit may take more memory than the same values that come back from files.
+        Before that, XLA is left to itself as by hand (`Policy.is_by_hand`). And next to nothing is
+        kept: indices of rows take less than what they are computed from. If files are at hand, as
+        much leaves as is quicker than recompute: what a CPU recomputes for a unit may take more
+        memory than the same values that come back from files.
 
         Raises:
             BudgetError: It does not fit.
         """
         floor = self._compile(self._floor())
-        if floor.peak > bound and self.step.target.platform in TIED:
-            floor = min(floor, self._compile(self._floor(least=True)), key=lambda c: c.peak)
+        if floor.peak > bound:
+            floor = self._less_by_hand(floor)
         if floor.peak > bound:
             little = self._next_to_nothing_kept(bound)
             promises = self.step.store or little.predicted < floor.peak
@@ -413,6 +422,27 @@ class Search:
             least = min(filter(None, (floor.peak, self._compiles.least)))
             raise too_small(bound, floor, least, self.items.residuals, self.step.target.platform)
         return floor
+
+    def _less_by_hand(self, floor: Candidate, most: float = math.inf) -> Candidate:
+        """The floor, or everything recomputed as by hand, if that is compiled to less.
+
+        By hand a unit computes its result again although the next unit has it, so it need not stay
+        until the unit's own backward pass. XLA compiles it if that makes another program, and if at
+        most ``most`` bytes are predicted.
+        """
+        policy, decisions = floor.emission.policy, floor.decisions
+        assert policy is not None
+        assert decisions is not None
+        by_hand = self._policy_of(self.items.decisions_by_hand(decisions), least=True)
+        differs = policy.may_differ_from_by_hand or policy.kept != by_hand.kept
+        if not differs and self.step.target.platform not in TIED:
+            return floor
+        candidate = self._priced(decisions, Outcome.HEURISTIC, by_hand)
+        if candidate.predicted > most:
+            return floor
+        more = max(0.0, self._seconds(candidate) - self._seconds(floor))
+        candidate = replace(candidate, overhead=floor.overhead + more)
+        return min(floor, self._compile(candidate), key=lambda c: c.peak)
 
     def _deep_floor(self, floor: Candidate) -> Candidate:
         """The least peak with what enters the units on the host too, nothing spent on overlap.
@@ -489,10 +519,11 @@ class Search:
         known = self._compiles.quickest(bound, self.step.grouping)
         if known is None:
             return None
-        decisions = {r.name: known.policy.decision(r.name) for r in self.items.residuals}
+        policy, residuals = known.policy, self.items.residuals
+        decisions = {r.name: policy.decision(r.name, r.entering) for r in residuals}
         if decisions == floor.decisions:
             return None
-        return self._priced(decisions, Outcome.HEURISTIC, known.policy)
+        return self._priced(decisions, Outcome.HEURISTIC, policy)
 
     def _fit(self, floor: Candidate, goal: int) -> Candidate:
         """The fastest candidate whose predicted peak is within ``goal``: a bracketed search.
@@ -548,12 +579,14 @@ class Search:
         return self._priced(decisions, outcome, self._policy(decisions))
 
     def _policy(self, decisions: Mapping[str, Decision], *, least: bool = False) -> Policy:
-        names, platform = self.items.policy_decisions(decisions), self.step.target.platform
+        return self._policy_of(self.items.policy_decisions(decisions), least=least)
+
+    def _policy_of(self, names: Mapping[str, Decision], *, least: bool) -> Policy:
         trace = self.trace
         return Policy.of(
             names,
             trace.loops,
-            platform,
+            self.step.target.platform,
             least=least,
             partly=trace.partly,
             together=trace.together,

@@ -81,7 +81,8 @@ def check_names(candidate: Candidate, residuals: Sequence[Residual]) -> None:
     policy, decisions = candidate.emission.policy, candidate.decisions
     if policy is None or decisions is None:
         raise PlanMismatchError("The plan decides about values, but its program has no policy.")
-    others = [r.name for r in residuals if policy.decision(r.name) is not decisions.get(r.name)]
+    said = {r.name: policy.decision(r.name, r.entering) for r in residuals}
+    others = [name for name, decision in said.items() if decision is not decisions.get(name)]
     if others:
         raise PlanMismatchError(
             f"The compiled program was not made by the plan's decisions: {format_some(others, 5)} "

@@ -17,7 +17,7 @@ from tests.programs.parts import (
     unrolled,
     weights,
 )
-from tests.programs.table import FLAT, Size, program
+from tests.programs.table import Size, program
 
 MEDIUM = Size(2048, 256)
 
@@ -166,7 +166,7 @@ def physics_informed(size, remat):
     return trained(loss), (ws, array(size.rows, 2))
 
 
-@program(units=True, small=FLAT)
+@program(units=True)
 def laplacian(size, remat):
     """All of the second derivatives by the input."""
     unit = remat(block)
@@ -179,7 +179,7 @@ def laplacian(size, remat):
     return trained(loss), (ws, array(size.rows, 2))
 
 
-@program(units=True, small=FLAT)
+@program(units=True)
 def maml(size, remat):
     """The gradient through steps of gradient descent."""
     loss = loss_of(remat(block))
@@ -192,7 +192,7 @@ def maml(size, remat):
     return trained(outer), (weights(size), rows(size), rows(size, seed=3))
 
 
-@program(units=True, small=FLAT)
+@program(units=True)
 def maml_over_tasks(size, remat):
     """The same for several tasks by vmap, the inner steps in a loop."""
     loss = loss_of(remat(block))

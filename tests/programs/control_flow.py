@@ -18,16 +18,16 @@ from tests.programs.parts import (
     unrolled,
     weights,
 )
-from tests.programs.table import FEW, Size, program
+from tests.programs.table import DEEP, FEW, Size, program
 
 
-@program(units=True)
+@program(units=True, small=DEEP)
 def scan_unrolled_by_two(size, remat):
     """Two is no divisor of three layers."""
     return stack_step(remat(block), size, functools.partial(scanned, unroll=2))
 
 
-@program(units=True)
+@program(units=True, small=DEEP)
 def scan_unrolled_whole(size, remat):
     return stack_step(remat(block), size, functools.partial(scanned, unroll=True))
 
@@ -239,7 +239,7 @@ def layers_skipped_by_depth(size, remat):
 
         return mean_square(lax.scan(body, x, (ws, keep))[0])
 
-    return trained(loss), (weights(size), rows(size), jnp.array([True, False, True]))
+    return trained(loss), (weights(size), rows(size), jnp.arange(size.layers) % 2 == 0)
 
 
 @program(units=True)

@@ -20,10 +20,10 @@ from tests.programs.parts import (
     unrolled,
     weights,
 )
-from tests.programs.table import Size, program
+from tests.programs.table import DEEP, Size, program
 
 
-@program(units=True)
+@program(units=True, small=DEEP)
 def mlp(size, remat):
     return stack_step(remat(block), size)
 
@@ -47,7 +47,7 @@ def dict_of_layers(size, remat):
     return trained(loss), (named, rows(size))
 
 
-@program(units=True)
+@program(units=True, small=DEEP)
 def unlike_layers(size, remat):
     """Widths that differ, so that no two units are alike."""
     unit = remat(lambda w, x: jnp.tanh(x @ w) * jax.nn.sigmoid(x @ w))
@@ -223,7 +223,7 @@ def loss_in_chunks(size, remat):
     return trained(loss), (ws, rows(size), integers(classes, size.rows))
 
 
-@program(units=True)
+@program(units=True, small=DEEP)
 def skips_like_a_unet(size, remat):
     """What goes down is read on the way up."""
     unit = remat(block)

@@ -18,7 +18,7 @@ from tests.programs.parts import (
     unrolled,
     weights,
 )
-from tests.programs.table import FLAT, Size, program
+from tests.programs.table import Size, program
 
 ACTIONS = 4
 
@@ -117,7 +117,7 @@ def rollout_through_a_model(size, remat):
     return trained(loss), (weights(size), rows(size))
 
 
-@program(units=True, small=FLAT)
+@program(units=True)
 def adversarial_networks(size, remat):
     """GAN: two networks, two gradients, in one step."""
     unit = remat(block)
@@ -147,7 +147,7 @@ def adversarial_networks(size, remat):
     return step, (ws, rows(size), jax.random.key(0))
 
 
-@program(units=True, small=FLAT)
+@program(units=True)
 def cycle_of_two_networks(size, remat):
     unit = remat(block)
 

@@ -18,7 +18,7 @@ from tests.programs.parts import (
     unrolled,
     weights,
 )
-from tests.programs.table import FEW, FLAT, Size, program
+from tests.programs.table import FEW, Size, program
 
 EXPERTS = 4
 
@@ -123,7 +123,7 @@ def graph_by_segment_sum(size, remat):
     return trained(loss), (weights(size), rows(size), edges(size))
 
 
-@program(units=True, small=FLAT)
+@program(units=True)
 def graph_attention(size, remat):
     """A softmax over the edges that arrive at a node."""
 
@@ -143,7 +143,7 @@ def graph_attention(size, remat):
     return trained(loss), (weights(size), rows(size), edges(size))
 
 
-@program(units=True, small=FLAT)
+@program(units=True)
 def forces_of_an_energy(size, remat):
     """Molecules: the loss is about the gradient of the energy by the places of atoms."""
     unit = remat(block)
@@ -180,7 +180,7 @@ def state_space(size, remat):
     return trained(lambda ws, x: mean_square(unrolled(unit, ws, x))), (ws, rows(size))
 
 
-@program(units=True, small=FLAT)
+@program(units=True)
 def selective_state_space(size, remat):
     """The same over chunks of time in a loop, its decay made from the input."""
 
@@ -200,7 +200,7 @@ def selective_state_space(size, remat):
     return trained(lambda ws, x: mean_square(unrolled(unit, ws, x))), (ws, x)
 
 
-@program(units=True, small=FLAT)
+@program(units=True)
 def linear_attention_in_chunks(size, remat):
     """A state that is carried over chunks, products inside each."""
 
@@ -239,7 +239,7 @@ def spectral_operator(size, remat):
     return trained(lambda ws, x: mean_square(unrolled(unit, ws, x))), (ws, rows(size))
 
 
-@program(units=True, small=FLAT)
+@program(units=True)
 def reversible_blocks(size, remat):
     """Two streams; what enters a block could be found from what it gives."""
     unit = remat(block)

@@ -13,7 +13,7 @@ from tests.programs.parts import (
     trained,
     weights,
 )
-from tests.programs.table import FLAT, program
+from tests.programs.table import program
 
 
 def dropped(key, x, rate=0.25):
@@ -196,7 +196,7 @@ def masked_tokens(size, remat):
     return trained(loss), (ws, rows(size), jax.random.key(0))
 
 
-@program(units=True, small=FLAT)
+@program(units=True)
 def samples_of_other_distributions(size, remat):
     """Gamma has a loop inside and a derivative by its parameter; integers have none."""
 

@@ -33,9 +33,9 @@ class Size:
     layers: int = 3
 
 
-SMALL = Size(64, 8)
-FLAT = Size(64, 8, 2)
-FEW = Size(8, 8)
+SMALL = Size(64, 8, 2)
+DEEP = Size(64, 8)
+FEW = Size(8, 8, 2)
 LARGE = Size(8192, 512)
 """What a unit gives is 16 MiB of float32."""
 
@@ -70,7 +70,7 @@ class Program:
         kind: The file that it is in, as in ``"layers"``.
         make: From a size and what goes around units to the step and its arguments.
         units: Whether it has units that `jax.checkpoint` can go around by hand.
-        small: Its size in the tests: of a large program one with fewer layers or rows.
+        small: Its size in the tests: of a large program one with fewer rows.
         large: Its size in the benchmark; nothing where it is not of a use there.
         right: What comes of a plan that recomputes everything: the numbers of the plain step
             (nothing), or an error.
