@@ -29,9 +29,18 @@ TARGET = resolve("tpu:v5e:2x2")
 WAYS = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
 EXAMPLES = int(os.environ.get("JDELTA_RANDOM_STEPS", "0"))
 """Steps of each form, others in every run; without it a few that are always the same."""
-SETTINGS = settings(
-    max_examples=EXAMPLES or 2, deadline=None, derandomize=not EXAMPLES, phases=[Phase.generate]
-)
+
+
+def some(examples):
+    """So many steps, the same in every run, unless more are asked for."""
+    return settings(
+        max_examples=EXAMPLES or examples,
+        deadline=None,
+        derandomize=not EXAMPLES,
+        phases=[Phase.generate],
+    )
+
+
 DECISIONS = st.lists(st.sampled_from(WAYS), min_size=1, max_size=12)
 
 
@@ -67,7 +76,7 @@ def check(got, expected):
 
 @pytest.mark.parametrize("layers", LAYER_FORMS)
 def test_results_equal_the_plain_step(layers):
-    @settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
+    @some(4)
     @given(forms(layers), DECISIONS, st.integers(0, 3))
     def run(form, decisions, pins):
         args = arguments()
@@ -97,7 +106,7 @@ def test_what_enters_a_unit_is_moved_where_it_is_said_to_be_read(layers, tmp_pat
     target, store = resolve("cpu"), open_store(tmp_path)
     args = arguments()
 
-    @settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
+    @some(4)
     @given(forms(layers).filter(lambda form: form.wrapped != "per example"))
     def run(form):
         step = step_of(form, jdelta.remat)
@@ -118,7 +127,7 @@ def test_what_enters_a_unit_is_moved_where_it_is_said_to_be_read(layers, tmp_pat
 def test_plans_are_within_their_budgets(layers):
     """Or there is an error with a floor; from end to end, as people call it."""
 
-    @SETTINGS
+    @some(2)
     @given(forms(layers), st.sampled_from([0.3, 0.5, 0.7, 0.9]))
     def run(form, share):
         args = arguments()
