@@ -105,6 +105,18 @@ def test_the_floor_says_what_pins_keep(monkeypatch):
             jdelta.plan(normed_step, 1 << 20, w, x, target="tpu:v5e:2x2", host_budget=0, pin=pin)
 
 
+def test_the_plain_step_is_the_plan_if_it_turns_out_to_fit(monkeypatch):
+    """In a TPU's on-chip memory all plans of a small step take the same, far below what is said."""
+    monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
+    exact = dataclasses.replace(EXACT, peak=20 << 20)
+    monkeypatch.setattr("jdelta._compiles.measure", lambda *_, **__: (None, exact))
+    w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((WIDTH, WIDTH), (ROWS, WIDTH)))
+    plan = jdelta.plan(normed_step, "21MiB", w, x, target="tpu:v5e:2x2")
+    assert plan.overhead == 0.0
+    pinned = jdelta.plan(normed_step, "21MiB", w, x, target="tpu:v5e:2x2", pin={"*": "recompute"})
+    assert pinned.overhead > 0.0
+
+
 def of_simulated(emission):
     return dataclasses.replace(EXACT, peak=emission.simulated)
 
