@@ -12,7 +12,7 @@ from jdelta._errors import JdeltaError, PlanMismatchError
 from jdelta._graph import Graph, Operation
 from jdelta._naming import RegionName
 from jdelta._primitives import PARTS
-from jdelta._region import RegionPolicy
+from jdelta._region import plan_in
 from jdelta._residual import Residual
 from jdelta._trace import Trace
 
@@ -38,7 +38,7 @@ def decisions_of(
         PlanMismatchError: The policy fails, gives no answer that ``jax.checkpoint`` takes, or is a
             plan.
     """
-    if isinstance(policy, RegionPolicy):
+    if plan_in(policy):
         raise PlanMismatchError(
             "pin: got a plan; it decides by the names of its residuals, which no equation of this "
             "step has yet. Give its decisions: pin=plan.decisions."

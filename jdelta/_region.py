@@ -279,7 +279,7 @@ def _jvp(
 
 def _shield(policy: Any, region: str) -> bool:
     """Whether a ``jax.checkpoint`` with this policy around a region is shielded from CSE there."""
-    if plan := _plan_in(policy):
+    if plan := plan_in(policy):
         plan.check_before_jvp(region)
         return plan.prevents_cse(region)
     return True
@@ -289,11 +289,11 @@ def _look(policy: Any, body: Any) -> None:
     """Refuse a plan as the policy of a ``jax.checkpoint`` where it would decide nothing."""
     if not _jax.open_jaxpr(body).eqns or _has_region(body):
         return
-    if plan := _plan_in(policy):
+    if plan := plan_in(policy):
         plan.check_reaches(_described(body))
 
 
-def _plan_in(policy: Any) -> RegionPolicy | None:
+def plan_in(policy: Any) -> RegionPolicy | None:
     """The plan that is a policy, or that a function calls which is one."""
     while isinstance(policy, functools.partial):
         policy = policy.func

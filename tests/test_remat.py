@@ -743,8 +743,9 @@ def test_a_plan_that_reaches_something_is_not_refused(remat3):
 def test_a_plan_as_a_hand_policy_is_refused():
     step = sum_of(lambda x: jdelta.remat(wave, name="unit")(x))
     plan = jdelta.plan(step, "1GiB", X, pin={"*": "recompute", "unit/exp": "save"})
-    with pytest.raises(PlanMismatchError, match=r"pin=plan\.decisions"):
-        jdelta.plan(step, "1GiB", X, pin=plan)
+    for pin in (plan, functools.partial(plan), lambda *avals, **params: plan(*avals, **params)):
+        with pytest.raises(PlanMismatchError, match=r"pin=plan\.decisions"):
+            jdelta.plan(step, "1GiB", X, pin=pin)
     again = jdelta.plan(step, "1GiB", X, pin=plan.decisions)
     assert again.decisions == plan.decisions
 
