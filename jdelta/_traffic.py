@@ -6,6 +6,7 @@ What is written at all is said in ``_fusion.py``. Here: which reads are one, and
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -38,7 +39,24 @@ def moved_bytes(
     out = sum(graph.values[v].bytes for v in written)
     if op.primitive in _PARTIAL_READS:
         return 2.0 * out
-    return float(out + sum(graph.values[v].bytes for v in _read(op, roots) - there))
+    return out + _bytes_read(graph, op, roots, there)
+
+
+def _bytes_read(
+    graph: Graph, op: Operation, roots: Sequence[frozenset[int]], there: frozenset[int]
+) -> float:
+    """Bytes of the buffers that an operation reads, each once.
+
+    Of a buffer that an operand is a slice of, fused into the operation, only the slice is read: one
+    layer's weights of a stack, say.
+    """
+    read: dict[int, float] = {}
+    for v in op.inputs:
+        for root in roots[v] - there:
+            part, whole = (math.prod(graph.values[i].local) for i in (v, root))
+            share = min(1.0, part / whole) if whole else 1.0
+            read[root] = min(1.0, read.get(root, 0.0) + share)
+    return sum(share * graph.values[root].bytes for root, share in read.items())
 
 
 def _updated(

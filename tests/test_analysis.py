@@ -348,6 +348,19 @@ def test_cost_of_products_convolutions_and_the_rest():
     assert seconds(lambda x: jnp.reshape(x, (-1,)), X) == [0.0]
 
 
+def test_of_a_stack_a_product_reads_its_own_slice():
+    def step(ws, x):
+        for i in range(4):
+            x = x @ ws[i]
+        return x
+
+    only_moving = dataclasses.replace(RATES, vector=1e18, matmul=(("float32", 1e18),))
+    side = 64 * 64 * 4
+    args = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), "f4")
+    moved = program_seconds(graph(step, *args), only_moving, "tpu") * only_moving.bandwidth
+    assert moved == pytest.approx(4 * 3 * side)
+
+
 def test_a_fused_chain_is_priced_once():
     one = sum(seconds(lambda x: jnp.sin(x), X))
     chain = sum(seconds(lambda x: jnp.cos(jnp.sin(x) * 2.0) + 1.0, X))
