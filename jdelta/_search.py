@@ -201,21 +201,25 @@ class Search:
             OffloadError: What the user pinned to the host is not there in the compiled program.
             SpillError: What the user pinned to files the compiled program does not write and read.
         """
-        plain = self._plain
         if self.plain_fits(bound):
-            return Found(plain, bound, plain.peak, plain.peak, (), self._compiles.count)
+            return self._as_it_is(bound)
         if not self.items.residuals:
-            raise nothing_kept(bound, plain, self.trace.uncut)
+            raise nothing_kept(bound, self._plain, self.trace.uncut)
         try:
             best, floor = self._improve(bound, most)
         except BudgetError as error:
             return self._met_otherwise(bound, error)
         best = self._filled(best, bound) if most >= MOST_COMPILES else best
         if self._plain_may_fit_after_all(best, bound):
-            self._plain = plain = self._compile(plain)
+            self._plain = self._compile(self._plain)
             if self.plain_fits(bound):
-                return Found(plain, bound, plain.peak, plain.peak, (), self._compiles.count)
+                return self._as_it_is(bound)
         return self._found(best, bound, floor)
+
+    def _as_it_is(self, bound: int) -> Found:
+        """The plain step, compiled before, as the plan."""
+        plain = self._plain
+        return Found(plain, bound, plain.peak, plain.peak, (), self._compiles.count)
 
     def _plain_may_fit_after_all(self, best: Candidate, bound: int) -> bool:
         """Whether compiling the plain step is worth it, by what was compiled for the best plan.
@@ -303,7 +307,7 @@ class Search:
             raise error
         plain = self._plain = self._compile(self._plain)
         if self.plain_fits(bound):
-            return Found(plain, bound, plain.peak, plain.peak, (), self._compiles.count)
+            return self._as_it_is(bound)
         known = self._remembered(bound, self._floor())
         best = self._tried(known) if known else None
         if best and best.peak <= bound:

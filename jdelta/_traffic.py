@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from jdelta._fusion import Compiler, last_reads, storage
-from jdelta._graph import BARRIER, Graph, Operation
+from jdelta._graph import BARRIER, Graph, Operation, Value
 from jdelta._jax import scan_counts
 from jdelta._primitives import FREE, MATMULS, SPLITS, SUMS, UPDATES, VIEWS
 
@@ -53,10 +53,15 @@ def _bytes_read(
     read: dict[int, float] = {}
     for v in op.inputs:
         for root in roots[v] - there:
-            part, whole = (math.prod(graph.values[i].local) for i in (v, root))
-            share = min(1.0, part / whole) if whole else 1.0
+            share = 1.0 if v == root else _share(graph.values[v], graph.values[root])
             read[root] = min(1.0, read.get(root, 0.0) + share)
     return sum(share * graph.values[root].bytes for root, share in read.items())
+
+
+def _share(part: Value, whole: Value) -> float:
+    """Elements of a value per element of another, at most one."""
+    count = math.prod(whole.local)
+    return min(1.0, math.prod(part.local) / count) if count else 1.0
 
 
 def _updated(

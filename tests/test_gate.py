@@ -11,13 +11,11 @@ import pytest
 
 import jdelta
 from jdelta import BudgetError, Decision, OffloadError, PlanMismatchError
-from jdelta._emit import emit
-from jdelta._measure import Measurement
 from jdelta._planning import NEXT_IS_TOO_LARGE
 from jdelta._search import Search
 from jdelta._verify import Limits
+from tests.stand_in import EXACT, lowering_to_itself
 
-EXACT = Measurement(0, 0, 0, 0, 0, 0, 0, 0, refused=False, seconds=0.0)
 TARGET = "tpu:v5e:2x2"
 ARGS = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((12, 512, 512), (8192, 512)))
 
@@ -32,11 +30,6 @@ def step(ws, x):
         return jnp.mean(jax.lax.scan(lambda y, w: (layer(w, y), None), x, ws)[0] ** 2)
 
     return ws - 0.1 * jax.grad(loss)(ws)
-
-
-def lowering_to_itself(step, policy):
-    emission = emit(step, policy)
-    return dataclasses.replace(emission, lower=lambda: emission)
 
 
 def measured(emission, *_, **said):

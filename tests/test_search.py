@@ -8,15 +8,13 @@ import pytest
 from compilers import needs_cuda
 
 import jdelta
-from jdelta._emit import emit
-from jdelta._measure import Measurement
 from jdelta._planning import NEXT_IS_TOO_LARGE
 from jdelta._region import Grouping
 from tests.programs import PROGRAMS, unmarked
+from tests.stand_in import EXACT, lowering_to_itself
 
 LAYERS, ROWS, WIDTH = 48, 8192, 512
 BUDGET = 500 << 20
-EXACT = Measurement(0, 0, 0, 0, 0, 0, 0, 0, refused=False, seconds=0.0)
 
 
 @jdelta.remat
@@ -46,11 +44,6 @@ DEVIATIONS = {
     "more below": more_below,
 }
 """Part of the plain step's peak that a plan takes beyond the simulation, by the simulated part."""
-
-
-def lowering_to_itself(step, policy):
-    emission = emit(step, policy)
-    return dataclasses.replace(emission, lower=lambda: emission)
 
 
 @pytest.mark.parametrize("deviation", DEVIATIONS)

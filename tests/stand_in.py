@@ -1,0 +1,15 @@
+"""A stand-in for the compiler: it lowers a program to what is known of it, and measures nothing."""
+
+import dataclasses
+
+from jdelta._emit import emit
+from jdelta._measure import Measurement
+
+EXACT = Measurement(0, 0, 0, 0, 0, 0, 0, 0, refused=False, seconds=0.0)
+"""To be given a peak with `dataclasses.replace`."""
+
+
+def lowering_to_itself(step, policy):
+    """In the place of `emit`: what is lowered is the emission."""
+    emission = emit(step, policy)
+    return dataclasses.replace(emission, lower=lambda: emission)
