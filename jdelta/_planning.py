@@ -46,8 +46,8 @@ MARGIN = 0.05
 """Share of a target's memory left to allocator and runtime when no budget is given."""
 
 _BUDGET_IS_LEFT = (
-    "Some of the budget is left: to keep more in the stacks of loops is predicted to take longer "
-    "than to compute it again."
+    "Some of the budget is left: the plan is predicted to be quicker than the plain step, for what "
+    "loops keep in stacks often takes longer to keep than to compute again."
 )
 
 NEXT_IS_TOO_LARGE = "What is left of the budget is less than what comes next"

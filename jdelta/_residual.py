@@ -275,7 +275,9 @@ class _Analysis:
         nest = self.region.nest
         if not nest.loops and op.times == 1:
             return 0.0
-        size = self.graph.values[value].bytes * copies * op.times * nest.trips
+        compiler = Compiler(self.target.platform)
+        row = compiler.stored_bytes(self.graph.values[value], read_narrowly=value in self.narrow)
+        size = row * copies * op.times * nest.trips
         return self._passes.get(value, 0) * size / self.target.rates.bandwidth
 
     def _plan_name(self, value: int) -> str:

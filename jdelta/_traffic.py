@@ -206,16 +206,17 @@ def stacked_passes(
         base: For each value the one that it is a view of.
         compiler: What compiles it.
     """
-    if not compiler.copies_into_stacks:
-        return {}
     made = {v for op in forward for v in op.outputs}
     in_forward = {id(op) for op in forward}
     program = [op for op in graph.operations if id(op) in in_forward or op.primitive in VIEWS]
     outputs = [base[v] for v in graph.outputs if v is not None and base[v] in made]
     roots = storage(replace(graph, operations=program, outputs=outputs), compiler)
+    passes = {v: int(v not in roots[v]) for v in made}
+    if not compiler.copies_into_stacks:
+        return passes
     backward = (op for op in graph.operations if id(op) not in in_forward)
     reading = (op for op in forward if op.primitive not in _PASSED_ON)
     copied = {base[v] for op in reading for v in op.inputs}
     copied |= {op.outputs[0] for op in forward if op.primitive in MATMULS}
     rows = {base[v] for op in backward if compiler.copies_rows(op) for v in op.inputs}
-    return {v: 1 + (v not in roots[v]) + 2 * (v in copied) + 2 * (v in rows) for v in made}
+    return {v: 1 + passes[v] + 2 * (v in copied) + 2 * (v in rows) for v in made}

@@ -641,6 +641,12 @@ def in_loop(target, width=16):
     return residuals(region, target)
 
 
+def passes(target):
+    """How often the bytes of a loop's residuals are moved for keeping them, by what makes them."""
+    found = {r.producer: r for r in in_loop(target)}
+    return {p: r.holding * target.rates.bandwidth / r.bytes for p, r in found.items()}
+
+
 def test_gpus_pay_for_what_their_loops_keep():
     """Zeros first; what a product makes, or the iteration reads too, is copied there.
 
@@ -648,10 +654,14 @@ def test_gpus_pay_for_what_their_loops_keep():
     would write, are written there at once.
     """
     where = published("cuda:h100")
-    found = {r.producer: r for r in in_loop(where)}
-    times = {p: r.holding * where.rates.bandwidth / r.bytes for p, r in found.items()}
-    assert times == pytest.approx({"dot_general": 3.0, "sin": 5.0, "cos": 2.0})
-    assert not any(r.holding for r in in_loop(published("tpu:v5e")))
+    assert passes(where) == pytest.approx({"dot_general": 3.0, "sin": 5.0, "cos": 2.0})
+    assert not any(r.holding for r in residuals_unrolled(where))
+
+
+def test_loops_write_for_the_backward_pass_what_nothing_else_would():
+    """A TPU's product computes the sine that it reads, as bfloat16; the cosine it does not."""
+    where = published("tpu:v5e")
+    assert passes(where) == pytest.approx({"dot_general": 0.0, "sin": 0.5, "cos": 1.0})
     assert not any(r.holding for r in residuals_unrolled(where))
 
 
