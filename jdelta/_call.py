@@ -84,7 +84,7 @@ class Call:
             return mesh
         if jax.device_count() > 1:
             with contextlib.suppress(Exception):  # what is wrong with it is said where it is traced
-                return next(_jax.meshes_in(jax.make_jaxpr(self.fun)(*self.args)), None)
+                return next(_jax.meshes_in(jax.jit(self.fun).trace(*self.args).jaxpr), None)
         return None
 
     def abstract(self, target: Target) -> Call:

@@ -112,22 +112,9 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         OffloadError: JAX cannot differentiate the step with what the policy puts on the host.
     """
 
-    @functools.wraps(step.fun)
-    def planned(*args: Any) -> Any:
-        if policy is None:  # the user's own program
-            return step.fun(*args)
-        session = Session(
-            policy,
-            step.aliases,
-            automatic=step.automatic,
-            grouping=step.grouping,
-            outside=step.outside,
-        )
-        with tracing(session, *args):
-            return step.fun(*args)
-
     platform = step.target.platform
-    traced = _traced(step.jitted(planned), step, policy)
+    # The user's own program JAX traces once, however often it is asked for.
+    traced = _traced(step.jitted(_under(step, policy) if policy else step.fun), step, policy)
     emitted = Emitted()
     if policy is not None:
         if step.grouping.layers > 1:
@@ -160,6 +147,24 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     simulated = temporaries.peak + fixed_bytes(graph, step) + pool
     options = _options(step.target, policy, simulated)
     return Emission(policy, temporaries, lower, options, simulated, emitted, pool, computed, names)
+
+
+def _under(step: Step, policy: Policy) -> Callable[..., Any]:
+    """The step's function, traced under a policy."""
+
+    @functools.wraps(step.fun)
+    def planned(*args: Any) -> Any:
+        session = Session(
+            policy,
+            step.aliases,
+            automatic=step.automatic,
+            grouping=step.grouping,
+            outside=step.outside,
+        )
+        with tracing(session, *args):
+            return step.fun(*args)
+
+    return planned
 
 
 def _spilled(
