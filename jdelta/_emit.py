@@ -111,7 +111,6 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         PlanMismatchError: The step does not contain all the names that the policy decides about.
         OffloadError: JAX cannot differentiate the step with what the policy puts on the host.
     """
-
     platform = step.target.platform
     # The user's own program JAX traces once, however often it is asked for.
     traced = _traced(step.jitted(_under(step, policy) if policy else step.fun), step, policy)
