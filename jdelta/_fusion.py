@@ -183,6 +183,14 @@ class Compiler:
         return groups * sum(graph.values[v].bytes for v in copied)
 
     @property
+    def writes_more_for_stacks(self) -> bool:
+        """Whether loops write for their stacks what they would compute in its readers otherwise.
+
+        CPU: not looked into, so that to save is free there.
+        """
+        return self.platform in ("cuda", "tpu")
+
+    @property
     def copies_into_stacks(self) -> bool:
         """Whether stacks of loops cost more than writing their rows where these are computed.
 

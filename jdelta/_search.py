@@ -227,7 +227,7 @@ class Search:
         A small step that stays in a TPU's on-chip memory takes much less than what is simulated,
         and about the same whatever is kept.
         """
-        if not self._is_free or best.overhead == 0.0 or self._plain.measurement:
+        if not self._is_free or best.overhead <= 0.0 or self._plain.measurement:
             return False
         is_far_off = self._is_small and best.peak < FAR_BELOW * best.emission.simulated
         return is_far_off or self._expected(self._plain) <= bound

@@ -206,6 +206,8 @@ def stacked_passes(
         base: For each value the one that it is a view of.
         compiler: What compiles it.
     """
+    if not compiler.writes_more_for_stacks:
+        return {}
     made = {v for op in forward for v in op.outputs}
     in_forward = {id(op) for op in forward}
     program = [op for op in graph.operations if id(op) in in_forward or op.primitive in VIEWS]

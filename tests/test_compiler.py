@@ -64,10 +64,9 @@ def test_the_compiled_peak_is_within_the_budget_and_near_the_prediction(step, sh
     assert plan.budget == int(share * plan.ceiling)
     assert plan.compiles <= 4
     assert plan.host_bytes == 0
-    # What the scanned GPT-2 would have to copy to keep takes a GPU longer than to compute it again.
-    is_quicker = step is GPT2 and target.startswith("cuda")
     assert 0 <= plan.overhead < plan.step_seconds
-    assert (plan.overhead == 0) == is_quicker
+    # What the scanned GPT-2 would have to write to keep takes longer than to compute it again.
+    assert (plan.overhead == 0) == (step is GPT2)
     has_code = target.startswith("tpu")  # in device memory
     assert (plan.code_bytes > 0) == ("beside the peak" in str(plan)) == has_code
 

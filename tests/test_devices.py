@@ -91,8 +91,7 @@ def test_a_plan_fits_and_its_step_runs(kind):
         plan = jdelta.plan(parallel.step(jdelta.remat), 0.8, *args)
         got, expected = plan.jit()(*args), jax.jit(parallel.step())(*args)
     assert plan.floor < plan.compiled_peak <= plan.budget < plan.ceiling
-    # XLA fuses more of what is computed again than is simulated.
-    assert 0.95 < plan.predicted_peak / plan.compiled_peak < 1.3
+    assert plan.predicted_peak == pytest.approx(plan.compiled_peak, rel=0.15)
     assert {Decision.SAVE, Decision.RECOMPUTE} <= set(plan.decisions.values())
     assert_same(got, expected)
 
@@ -392,7 +391,7 @@ def test_ahead_of_time_the_peak_of_a_device_is_within_the_budget(cut):
     made = case(cut, remat=jdelta.remat)
     pin = {"block/mlp/mlpwi_0": "offload"} if "v5p" not in cut.target else {}
     options = {"donate_argnums": 0, "pin": pin, "per_layer": False}
-    share = 0.4 if "cuda" in cut.target else 0.7  # on GPUs more is not worth its copies
+    share = 0.4  # more is not worth its copies
     plan = jdelta.plan(made.step, share, made.state, made.batch, target=cut.target, **options)
     assert plan.floor <= plan.compiled_peak <= plan.budget < plan.ceiling
     assert plan.predicted_peak == pytest.approx(plan.compiled_peak, rel=0.05)
