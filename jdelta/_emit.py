@@ -114,6 +114,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     platform = step.target.platform
     # The user's own program JAX traces once, however often it is asked for.
     traced = _traced(step.jitted(_under(step, policy) if policy else step.fun), step, policy)
+    names = frozenset(map(str, filter(None, map(_jax.named_value, _jax.equations(traced.jaxpr)))))
     emitted = Emitted()
     if policy is not None:
         if step.grouping.layers > 1:
@@ -134,7 +135,6 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         run = updated_in_loops(_jax.inline(traced.jaxpr), _donated_leaves(step))
         traced = _again(step, traced, run) if run else traced
     graph = graph_of(traced.jaxpr, _shardings(step, traced.jaxpr))
-    names = frozenset(map(str, filter(None, map(_jax.named_value, _jax.equations(traced.jaxpr)))))
     computed = _computed(graph, policy, names) if policy is not None else NOTHING
 
     def lower() -> jax.stages.Lowered:

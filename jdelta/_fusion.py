@@ -184,7 +184,7 @@ class Compiler:
 
     @property
     def writes_more_for_stacks(self) -> bool:
-        """Whether loops write for their stacks what they would compute in its readers otherwise.
+        """Whether loops write for stacks what would be computed in its readers otherwise.
 
         CPU: not looked into, so that to save is free there.
         """

@@ -129,6 +129,7 @@ class _Analysis:
     def __init__(self, region: Region, target: Target):
         self.region = region
         self.target = target
+        self.compiler = Compiler(target.platform)
         self.graph: Graph = region.graph
         self.prefix = region.traced + "/"
         self.batch = max(region.copies.values(), default=1)
@@ -186,9 +187,8 @@ class _Analysis:
         return set(range(len(self.graph.values))) - varying
 
     def residuals(self) -> tuple[Residual, ...]:
-        compiler = Compiler(self.target.platform)
-        roots = storage(self.graph, compiler)
-        along = spared_reads(self.graph, roots, compiler)
+        roots = storage(self.graph, self.compiler)
+        along = spared_reads(self.graph, roots, self.compiler)
         there = {id(self.graph.operations[index]): read for index, read in along.items()}
         found: dict[int, Residual] = {}
         below: dict[int, _Chain] = {}
@@ -267,16 +267,15 @@ class _Analysis:
     @functools.cached_property
     def _passes(self) -> Mapping[int, int]:
         """For each buffer how often its bytes move when loops save it; no loop, no need to know."""
-        compiler = Compiler(self.target.platform)
-        return stacked_passes(self.graph, self.makers, self.base, compiler)
+        return stacked_passes(self.graph, self.makers, self.base, self.compiler)
 
     def _holding(self, op: Operation, value: int, copies: int) -> float:
         """Seconds that saving a value in the stacks of a step's loops costs."""
         nest = self.region.nest
         if not nest.loops and op.times == 1:
             return 0.0
-        compiler = Compiler(self.target.platform)
-        row = compiler.stored_bytes(self.graph.values[value], read_narrowly=value in self.narrow)
+        narrowly = value in self.narrow
+        row = self.compiler.stored_bytes(self.graph.values[value], read_narrowly=narrowly)
         size = row * copies * op.times * nest.trips
         return self._passes.get(value, 0) * size / self.target.rates.bandwidth
 

@@ -65,7 +65,9 @@ def spilled(closed: Jaxpr, spilling: Spilling) -> tuple[Callable[..., list[Any]]
     Raises:
         SpillError: When traced: the step does with a spilled value what a token cannot.
     """
-    program = _transfer.copied_once(_jax.inline(closed))
+    # JAX hands on what a ref that nothing reads was given, too: that is not worth a file.
+    wanted = _jax.with_outputs(closed, [True] * len(closed.out_avals))
+    program = _transfer.copied_once(_jax.inline(wanted))
     emitted = Emitted()
 
     def run(*args: Any) -> list[Any]:

@@ -198,16 +198,20 @@ def test_what_is_left_after_a_miss_is_used_with_layers_alike(monkeypatch):
     assert plan.compiles == len(peaks) <= 6
 
 
-@pytest.mark.parametrize("target", [pytest.param("cuda:h100", marks=needs_cuda), "tpu:v5e:2x2"])
-def test_what_takes_longer_to_keep_than_to_compute_is_not_kept(monkeypatch, target):
-    """Narrow layers in a loop: most of the budget is left, and nothing is slower for it."""
+@pytest.mark.parametrize(
+    ("target", "share"),
+    [pytest.param("cuda:h100", 0.9, marks=needs_cuda), ("tpu:v5e:2x2", 0.95)],
+)
+def test_what_takes_longer_to_keep_than_to_compute_is_not_kept(monkeypatch, target, share):
+    """Narrow layers in a loop: some of the budget is left, and nothing is slower for it."""
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: (None, of_simulated(e)))
     options = {"target": target, "host_budget": 0, "history": jdelta.History()}
     plan = jdelta.plan(scanned, 0.9, *STACKED, **options)
-    assert plan.compiled_peak < 0.95 * plan.budget
+    assert plan.compiled_peak < share * plan.budget
     assert plan.overhead == 0.0
-    assert "Some of the budget is left" in plan.result
+    left = "Some of the budget is left: the plan is predicted to be quicker than the plain step"
+    assert left in plan.result
     assert "saving takes" in str(plan)
     least = jdelta.plan(scanned, plan.compiled_peak, *STACKED, **options)
     assert least.decisions == plan.decisions
