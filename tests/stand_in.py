@@ -13,3 +13,8 @@ def lowering_to_itself(step, policy):
     """In the place of `emit`: what is lowered is the emission."""
     emission = emit(step, policy)
     return dataclasses.replace(emission, lower=lambda: emission)
+
+
+def saying_what_is_predicted(emission, *_, **__):
+    """In the place of `measure`: the peak is the simulated one, and there is no program."""
+    return None, dataclasses.replace(EXACT, peak=emission.simulated)

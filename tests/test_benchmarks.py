@@ -18,6 +18,7 @@ from benchmarks import (
     cases,
     compiled_order,
     copying,
+    decisions,
     device,
     hand_policies,
     max_batch,
@@ -52,7 +53,7 @@ from tests.versions import fails_in_jax_0_10_with_remat3
 SCRIPTS = [
     *(budgets, device, dropout, gradients, hand_policies, max_batch, offload, per_layer, savings),
     *(compiled_order, copying, pins, prices, resident, rok, simulation, small_order),
-    *(cycles, kernels, programs, throttled, unmarked),
+    *(cycles, decisions, kernels, programs, throttled, unmarked),
 ]
 STEP = {"step": "tiny", "target": "cpu"}
 
@@ -487,3 +488,21 @@ def test_turns_reads_what_transfers_add():
     assert turns.cells(r, away)[-3:] == ["4.00", "75%", "100.0%"]
     assert turns.cells(r, kept)[-3:] == ["", "", ""]
     assert turns.markdown([r]).count("\n") == 6
+
+
+def test_a_figure_that_changes_is_a_difference():
+    job = {"step": "layers.mlp", "target": "cpu", "compiler": decisions.STAND_IN}
+    before = {**job, "compiled_peak": 3, "compiles": 1, "commit": "a"}
+    after = {**before, "compiled_peak": 4, "commit": "b"}
+    assert decisions.differences([before], [before]) == []
+    assert decisions.differences([before], [after]) == [[*job.values(), "compiled_peak", "3", "4"]]
+
+
+def test_the_same_is_decided_twice(monkeypatch):
+    small = dataclasses.replace(PROGRAMS["layers.mlp"], large=SMALL)
+    monkeypatch.setitem(PROGRAMS, "layers.mlp", small)
+    monkeypatch.setattr(decisions, "SHARE", 0.9)
+    job = {"step": "layers.mlp", "target": "cpu", "compiler": decisions.STAND_IN}
+    rows = [{**job, **decisions.row(**job)} for _ in range(2)]
+    assert rows[0]["decisions"]
+    assert decisions.differences(rows[:1], rows[1:]) == []

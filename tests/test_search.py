@@ -11,7 +11,7 @@ import jdelta
 from jdelta._planning import NEXT_IS_TOO_LARGE
 from jdelta._region import Grouping
 from tests.programs import PROGRAMS, unmarked
-from tests.stand_in import EXACT, lowering_to_itself
+from tests.stand_in import EXACT, lowering_to_itself, saying_what_is_predicted
 
 LAYERS, ROWS, WIDTH = 48, 8192, 512
 BUDGET = 500 << 20
@@ -91,7 +91,7 @@ def normed_step(w, x):
 
 def test_the_floor_says_what_pins_keep(monkeypatch):
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
-    monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: (None, of_simulated(e)))
+    monkeypatch.setattr("jdelta._compiles.measure", saying_what_is_predicted)
     w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((WIDTH, WIDTH), (ROWS, WIDTH)))
     for pin, said in (({}, "recomputed the step"), ({"*rsqrt*": "save"}, "recomputed but [0-9]")):
         with pytest.raises(jdelta.BudgetError, match=f"every residual {said}"):
@@ -108,10 +108,6 @@ def test_the_plain_step_is_the_plan_if_it_turns_out_to_fit(monkeypatch):
     assert plan.overhead == 0.0
     pinned = jdelta.plan(normed_step, "21MiB", w, x, target="tpu:v5e:2x2", pin={"*": "recompute"})
     assert pinned.overhead > 0.0
-
-
-def of_simulated(emission):
-    return dataclasses.replace(EXACT, peak=emission.simulated)
 
 
 def scanned(ws, x):
@@ -205,7 +201,7 @@ def test_what_is_left_after_a_miss_is_used_with_layers_alike(monkeypatch):
 def test_what_takes_longer_to_keep_than_to_compute_is_not_kept(monkeypatch, target, share):
     """Narrow layers in a loop: some of the budget is left, and nothing is slower for it."""
     monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
-    monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: (None, of_simulated(e)))
+    monkeypatch.setattr("jdelta._compiles.measure", saying_what_is_predicted)
     options = {"target": target, "host_budget": 0, "history": jdelta.History()}
     plan = jdelta.plan(scanned, 0.9, *STACKED, **options)
     assert plan.compiled_peak < share * plan.budget
