@@ -20,8 +20,8 @@ import jax
 
 from benchmarks import cases, policies, record, steps
 from benchmarks.record import Row
-from jdelta._budget import parse_budget
 from jdelta._largest import bisected
+from jdelta._src.budget import parse_budget
 from jdelta._target import resolve
 
 STEPS = (

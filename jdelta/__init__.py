@@ -3,19 +3,10 @@
 import logging
 
 from jdelta._compiles import History as History
-from jdelta._decision import Decision as Decision
 from jdelta._deferred import DeferredPlan as DeferredPlan
 from jdelta._drift import SpillDriftWarning as SpillDriftWarning
 from jdelta._endurance import Endurance as Endurance
 from jdelta._endurance import endurance as endurance
-from jdelta._errors import ArgumentError as ArgumentError
-from jdelta._errors import BudgetError as BudgetError
-from jdelta._errors import JdeltaError as JdeltaError
-from jdelta._errors import OffloadError as OffloadError
-from jdelta._errors import PlanMismatchError as PlanMismatchError
-from jdelta._errors import SpillError as SpillError
-from jdelta._errors import TargetError as TargetError
-from jdelta._errors import TraceError as TraceError
 from jdelta._explain import Explanation as Explanation
 from jdelta._frontier import Frontier as Frontier
 from jdelta._frontier import frontier as frontier
@@ -36,7 +27,16 @@ from jdelta._schedule import schedule as schedule
 from jdelta._solver import Knapsack as Knapsack
 from jdelta._solver import Milp as Milp
 from jdelta._spill import Spill as Spill
+from jdelta._src.decision import Decision as Decision
+from jdelta._src.errors import ArgumentError as ArgumentError
+from jdelta._src.errors import BudgetError as BudgetError
+from jdelta._src.errors import JdeltaError as JdeltaError
+from jdelta._src.errors import OffloadError as OffloadError
+from jdelta._src.errors import PlanMismatchError as PlanMismatchError
+from jdelta._src.errors import SpillError as SpillError
+from jdelta._src.errors import TargetError as TargetError
+from jdelta._src.errors import TraceError as TraceError
+from jdelta._src.versions import __version__ as __version__
 from jdelta._target import Target as Target
-from jdelta._versions import __version__ as __version__
 
 logging.getLogger("jdelta").addHandler(logging.NullHandler())

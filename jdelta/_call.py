@@ -14,9 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jdelta import _jax
 from jdelta._constant import Constant
-from jdelta._errors import ArgumentError
-from jdelta._format import format_array, format_some
 from jdelta._jitted import Jitted, several
+from jdelta._src.errors import ArgumentError
+from jdelta._src.format import format_array, format_some
 from jdelta._target import Target, committed_sharding, is_on_host
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import jax
 
 from jdelta import _jax
-from jdelta._decision import Decision
 from jdelta._emit import Emission
-from jdelta._errors import BudgetError, TraceError
-from jdelta._format import format_array, format_bytes, format_some
 from jdelta._graph import labels
 from jdelta._measure import Measurement
 from jdelta._peak import Timeline
 from jdelta._residual import Residual
 from jdelta._solution import Outcome
+from jdelta._src.decision import Decision
+from jdelta._src.errors import BudgetError, TraceError
+from jdelta._src.format import format_array, format_bytes, format_some
 
 GOOD_USE = 0.97
 """Share of the budget that a plan should use before the search for a faster one ends."""

@@ -10,10 +10,10 @@ from types import MethodType
 from typing import Any
 
 from jdelta._call import Call, call_of
-from jdelta._errors import PlanMismatchError
 from jdelta._jitted import Jitted, together
 from jdelta._plan import Plan
 from jdelta._planned import PlannedStep, refuse_tracers
+from jdelta._src.errors import PlanMismatchError
 
 
 @dataclass(frozen=True)

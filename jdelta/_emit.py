@@ -14,8 +14,6 @@ from jax.sharding import Mesh
 
 from jdelta import _jax, _rows
 from jdelta._automatic import tracing
-from jdelta._errors import OffloadError, PlanMismatchError
-from jdelta._format import format_some
 from jdelta._forward_first import with_forward_first
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
@@ -32,6 +30,8 @@ from jdelta._shardy import Shardings, shardings_of
 from jdelta._spill import Store
 from jdelta._spilled import Emitted
 from jdelta._spilling import Spilling, spilled
+from jdelta._src.errors import OffloadError, PlanMismatchError
+from jdelta._src.format import format_some
 from jdelta._target import Target, is_on_host
 from jdelta._timing import is_timed, timed
 from jdelta._updates import updated_in_loops

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jdelta._budget import parse_size
-from jdelta._errors import BudgetError, SpillError
+from jdelta._src.budget import parse_size
+from jdelta._src.errors import BudgetError, SpillError
 
 if TYPE_CHECKING:
     from jdelta._plan import Plan

@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jdelta._decision import Decision
 from jdelta._residual import Residual
 from jdelta._spill import Spill, SpillRates
+from jdelta._src.decision import Decision
 from jdelta._target import Target
 from jdelta._ways import Way
 

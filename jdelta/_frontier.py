@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdelta._compiles import History
-from jdelta._errors import BudgetError, TraceError
 from jdelta._plan import Plan
 from jdelta._planning import plan
+from jdelta._src.errors import BudgetError, TraceError
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 

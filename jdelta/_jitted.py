@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jdelta._errors import ArgumentError
+from jdelta._src.errors import ArgumentError
 
 Arguments = tuple[int | str, ...]
 """Arguments of a step, by number or by name: ``(0, "cache")``."""

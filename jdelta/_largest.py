@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta._errors import BudgetError, TraceError
 from jdelta._plan import Plan
 from jdelta._planning import plan
+from jdelta._src.errors import BudgetError, TraceError
 
 RESOLUTION = 32
 """A size is found up to one part in this many."""

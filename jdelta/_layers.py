@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdelta._boundary import users_names, with_boundaries
-from jdelta._budget import Budget
 from jdelta._candidate import Candidate, Found
 from jdelta._compiles import History
-from jdelta._decision import Decision
 from jdelta._emit import Step
-from jdelta._errors import BudgetError, TraceError
 from jdelta._hand import decisions_of
 from jdelta._items import items_of
 from jdelta._pins import Pins
@@ -24,6 +21,9 @@ from jdelta._region import AS_WRITTEN, Grouping
 from jdelta._residual import Residual
 from jdelta._search import EARLY, GROUPS, MOST_COMPILES, Search
 from jdelta._solver import Solver
+from jdelta._src.budget import Budget
+from jdelta._src.decision import Decision
+from jdelta._src.errors import BudgetError, TraceError
 from jdelta._trace import Trace
 from jdelta._unpinnable import why_unpinnable
 from jdelta._ways import Way

@@ -9,16 +9,16 @@ from typing import Any, get_origin
 
 import jax
 
-from jdelta import _cache
 from jdelta._file_calls import file_calls
 from jdelta._hlo import parse
 from jdelta._host import buffers
 from jdelta._marks import NOTHING, Computed
 from jdelta._overlap import NO_TRANSFERS, Overlap, read_overlap
 from jdelta._spill.library import WRITE
+from jdelta._src import cache
+from jdelta._src.versions import COMPILERS, version
 from jdelta._stride import forward_fetches
 from jdelta._target import Target
-from jdelta._versions import COMPILERS, version
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REFUSAL = re.compile(
@@ -141,7 +141,7 @@ def measure(
     if known is not None:
         return None, known
     compiled, measurement = _compile(lowered, target, options, computed)
-    _cache.write("measurements", name, dataclasses.asdict(measurement))
+    cache.write("measurements", name, dataclasses.asdict(measurement))
     return compiled, measurement
 
 
@@ -149,7 +149,7 @@ def _name(
     lowered: jax.stages.Lowered, target: Target, options: Mapping[str, Any], computed: Computed
 ) -> str:
     """The cache's name for a program, the same in every process that lowers it."""
-    return _cache.key(
+    return cache.key(
         _FORMAT,
         lowered.as_text(),
         target.name,
@@ -165,7 +165,7 @@ def _name(
 
 def _read(name: str) -> Measurement | None:
     """The record of this name, if it has every field, each of its type."""
-    record: dict[str, Any] = dict(_cache.read("measurements", name) or {})
+    record: dict[str, Any] = dict(cache.read("measurements", name) or {})
     try:
         record["overlap"] = Overlap.of_record(record["overlap"])
         record["wrong_fetches"] = tuple(record["wrong_fetches"])

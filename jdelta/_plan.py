@@ -15,8 +15,6 @@ from jax.extend.core import Primitive
 
 from jdelta import _plan_file
 from jdelta._call import Call
-from jdelta._decision import Decision
-from jdelta._errors import ArgumentError, PlanMismatchError, SpillError, TargetError
 from jdelta._explain import Explanation, explain
 from jdelta._export import export
 from jdelta._jitted import Arguments, Jitted, jitted, together
@@ -29,6 +27,8 @@ from jdelta._report import page
 from jdelta._residual import Residual
 from jdelta._rok import RokPoint
 from jdelta._spill import Spill, SpillRates, Store, by_callback
+from jdelta._src.decision import Decision
+from jdelta._src.errors import ArgumentError, PlanMismatchError, SpillError, TargetError
 from jdelta._table import format_table, rows, summary
 from jdelta._target import attached
 

@@ -14,17 +14,13 @@ import jax
 import numpy as np
 
 from jdelta import _reordered
-from jdelta._budget import parse_budget, parse_host_budget
 from jdelta._call import Call, call_of, described
 from jdelta._candidate import Found
 from jdelta._compiles import History
 from jdelta._cost import program_seconds
-from jdelta._decision import Decision
 from jdelta._deferred import DeferredPlan
 from jdelta._emit import Step
-from jdelta._errors import ArgumentError, BudgetError
 from jdelta._files import to_files
-from jdelta._format import format_bytes, format_some
 from jdelta._items import Items
 from jdelta._jitted import OPTIONS, Jitted, check_kind, check_options, jitted
 from jdelta._layers import Planning
@@ -36,10 +32,14 @@ from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
 from jdelta._spill import Spill, SpillRates, Store, agreed_rates, by_callback
 from jdelta._spilled import check_handlers
+from jdelta._src.budget import parse_budget, parse_host_budget
+from jdelta._src.decision import Decision
+from jdelta._src.errors import ArgumentError, BudgetError
+from jdelta._src.format import format_bytes, format_some
+from jdelta._src.versions import versions
 from jdelta._target import Target, is_on_host, resolve
 from jdelta._trace import Trace, own_errors_only, trace
 from jdelta._verify import Limits, verify
-from jdelta._versions import versions
 from jdelta._ways import Way
 
 MARGIN = 0.05

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from jdelta import _jax
-from jdelta._decision import Decision
-from jdelta._errors import PlanMismatchError
-from jdelta._format import format_some
 from jdelta._naming import RegionName
+from jdelta._src.decision import Decision
+from jdelta._src.errors import PlanMismatchError
+from jdelta._src.format import format_some
 
 _NUMBER = re.compile(r"_\d+$")
 

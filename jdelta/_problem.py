@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jdelta._decision import Decision
+from jdelta._src.decision import Decision
 
 AWAY = (Decision.OFFLOAD, Decision.SPILL)
 """The decisions that move an item to another memory."""

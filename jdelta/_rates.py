@@ -15,9 +15,9 @@ from jax.experimental import multihost_utils
 from jax.lax import Precision
 from jax.sharding import SingleDeviceSharding
 
-from jdelta import _cache
 from jdelta._chips import Rates
-from jdelta._versions import version
+from jdelta._src import cache
+from jdelta._src.versions import version
 
 Device: TypeAlias = Any
 """A ``jax.Device``, whose type JAX does not declare."""
@@ -66,7 +66,7 @@ def measured_rates(device: Device, published: Rates | None) -> Rates:
         published: Figures for the dtypes and the links that are not timed.
     """
     local = jax.local_devices(backend=device.client.platform)[0]
-    name = _cache.key(
+    name = cache.key(
         "quickest, at the precision named",  # how they are timed: others would not compare
         device.device_kind,
         version("jaxlib"),
@@ -76,7 +76,7 @@ def measured_rates(device: Device, published: Rates | None) -> Rates:
     rates = _known(name)
     if rates is None:
         rates = _timed(local)
-        _cache.write("rates", name, dict(zip(_fields(), _flat(rates), strict=True)))
+        cache.write("rates", name, dict(zip(_fields(), _flat(rates), strict=True)))
     if jax.process_count() > 1:
         rates = _unflat(multihost_utils.broadcast_one_to_all(np.array(_flat(rates))).tolist())
     known = dict(published.matmul) if published else {}
@@ -103,7 +103,7 @@ def _unflat(values: Sequence[float]) -> Rates:
 
 
 def _known(name: str) -> Rates | None:
-    record = _cache.read("rates", name) or {}
+    record = cache.read("rates", name) or {}
     values = [record.get(field) for field in _fields()]
     figures = [value for value in values if isinstance(value, float) and value > 0]
     return _unflat(figures) if len(figures) == len(values) else None

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from jdelta import _jax
-from jdelta._errors import TraceError
 from jdelta._modules import ClosedOver, Weight, module_paths, with_modules
 from jdelta._naming import RegionName, add_names, scope_path
 from jdelta._primitive import cotangent_primitive, region_primitive
 from jdelta._random import with_written_bits
+from jdelta._src.errors import TraceError
 
 
 @runtime_checkable

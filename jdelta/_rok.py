@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jdelta._decision import Decision
+from jdelta._src.decision import Decision
 
 _OTHERS = ("plain", "planned", "limit")
 

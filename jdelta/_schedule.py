@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from jdelta._call import Call, call_of
-from jdelta._format import format_bytes
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
 from jdelta._hlo import parse
@@ -25,6 +24,7 @@ from jdelta._order import (
     problem_of,
 )
 from jdelta._shardy import shardings_of
+from jdelta._src.format import format_bytes
 from jdelta._target import is_on_host, resolve
 
 _SHOWN = 8

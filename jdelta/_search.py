@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import jax
 
-from jdelta._budget import Budget
 from jdelta._candidate import (
     GOOD_USE,
     Candidate,
@@ -21,10 +20,7 @@ from jdelta._candidate import (
 )
 from jdelta._compiles import Compiles, Correction, History
 from jdelta._cost import program_seconds
-from jdelta._decision import Decision
 from jdelta._emit import Emission, Step, emit
-from jdelta._errors import BudgetError, OffloadError, SpillError
-from jdelta._format import format_bytes
 from jdelta._items import Items
 from jdelta._nest import walk
 from jdelta._policy import Policy
@@ -33,6 +29,10 @@ from jdelta._region import Grouping
 from jdelta._solution import Outcome
 from jdelta._solver.base import Solver
 from jdelta._spilled import check_spilled
+from jdelta._src.budget import Budget
+from jdelta._src.decision import Decision
+from jdelta._src.errors import BudgetError, OffloadError, SpillError
+from jdelta._src.format import format_bytes
 from jdelta._timing import TIED
 from jdelta._trace import Trace
 from jdelta._verify import host_fault

@@ -24,8 +24,8 @@ from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy
 
 from jdelta import _jax
-from jdelta._errors import TargetError
 from jdelta._jax import Eqn, Jaxpr, Var
+from jdelta._src.errors import TargetError
 
 _PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 _CALL, _SHARDING = "jdelta_show", "sdy.sharding"

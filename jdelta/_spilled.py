@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jdelta._decision import Decision
-from jdelta._errors import SpillError
-from jdelta._format import format_bytes, format_some
 from jdelta._residual import Residual
 from jdelta._spill import try_out
+from jdelta._src.decision import Decision
+from jdelta._src.errors import SpillError
+from jdelta._src.format import format_bytes, format_some
 from jdelta._target import Target
 
 

@@ -24,13 +24,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdelta import _jax, _transfer
-from jdelta._errors import SpillError
 from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._naming import RegionName
 from jdelta._scan import Scan
 from jdelta._shardy import Spec
 from jdelta._spill import Store, read, write
 from jdelta._spilled import Emitted, Place
+from jdelta._src.errors import SpillError
 from jdelta._stacks import zero_of
 
 

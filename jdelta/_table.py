@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from jdelta._decision import Decision
-from jdelta._format import format_array, format_bytes, format_seconds, format_short, format_some
 from jdelta._region import Grouping
 from jdelta._residual import Residual
+from jdelta._src.decision import Decision
+from jdelta._src.format import format_array, format_bytes, format_seconds, format_short, format_some
 
 if TYPE_CHECKING:
     from jdelta._plan import Plan

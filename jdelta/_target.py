@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jdelta import _jax
 from jdelta._chips import CHIPS, Rates, chip_of
-from jdelta._errors import TargetError
 from jdelta._rates import Device, measured_rates
+from jdelta._src.errors import TargetError
+from jdelta._src.versions import version
 from jdelta._topology import topology_devices
-from jdelta._versions import version
 
 _HOST = "pinned_host"
 

@@ -16,8 +16,8 @@ import jax
 from jax.experimental import topologies
 
 from jdelta._chips import CHIPS
-from jdelta._errors import TargetError
 from jdelta._rates import Device
+from jdelta._src.errors import TargetError
 
 # What libtpu looks for on a TPU machine. Elsewhere it asks the network and complains on stderr.
 _NO_TPU_HERE = {

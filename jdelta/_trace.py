@@ -13,13 +13,13 @@ import jax
 
 from jdelta import _jax
 from jdelta._automatic import tracing
-from jdelta._errors import JdeltaError, TraceError
 from jdelta._graph import Graph, graph_of
 from jdelta._jax import Jaxpr
 from jdelta._naming import RegionName
 from jdelta._nest import Nest, walk
 from jdelta._region import AS_WRITTEN, Grouping, Session
 from jdelta._shardy import Shardings, Spec, shardings_of
+from jdelta._src.errors import JdeltaError, TraceError
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from flax import nnx
 from flax.core import lift
 
 from jdelta._constant import Constant
-from jdelta._errors import ArgumentError
 from jdelta._region import RegionPolicy, region
+from jdelta._src.errors import ArgumentError
 
 if TYPE_CHECKING:
     from jdelta._call import Call

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from jdelta import BudgetError
-from jdelta._budget import Budget, parse_budget
+from jdelta._src.budget import Budget, parse_budget
 
 
 @pytest.mark.parametrize(

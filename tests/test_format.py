@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import pytest
 
-from jdelta._format import format_array, format_bytes, format_seconds, format_some
+from jdelta._src.format import format_array, format_bytes, format_seconds, format_some
 
 
 @pytest.mark.parametrize(

@@ -12,23 +12,24 @@ import jax.numpy as jnp
 import pytest
 from compilers import needs_cuda
 
-from jdelta import _cache, _measure
+from jdelta import _measure
 from jdelta._measure import measure, needed_bytes
+from jdelta._src import cache
 from jdelta._target import Target, resolve
 
 MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
+def directory(tmp_path, monkeypatch):
     monkeypatch.setenv("JDELTA_CACHE_DIR", str(tmp_path))
     return tmp_path
 
 
 @pytest.fixture
-def records(cache):
+def records(directory):
     """The files of the measurements kept so far."""
-    return lambda: sorted((cache / "measurements").glob("*"))
+    return lambda: sorted((directory / "measurements").glob("*"))
 
 
 def lower(target: Target, fun, *shapes, **options):
@@ -296,24 +297,24 @@ def test_directory_that_cannot_be_written_is_no_error(elsewhere, tmp_path, monke
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_interrupted_write_leaves_the_old_record(cache, monkeypatch):
-    _cache.write("section", "name", {"value": 1})
+def test_interrupted_write_leaves_the_old_record(directory, monkeypatch):
+    cache.write("section", "name", {"value": 1})
 
     def interrupted(source, destination):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", interrupted)
-    _cache.write("section", "name", {"value": 2})
-    assert _cache.read("section", "name") == {"value": 1}
-    assert [path.name for path in (cache / "section").iterdir()] == ["name.json"]
+    cache.write("section", "name", {"value": 2})
+    assert cache.read("section", "name") == {"value": 1}
+    assert [path.name for path in (directory / "section").iterdir()] == ["name.json"]
 
 
 def test_cache_stands_in_the_users_cache_directory(monkeypatch):
     monkeypatch.delenv("JDELTA_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert _cache.cache_dir() == Path("/somewhere/jdelta")
+    assert cache.cache_dir() == Path("/somewhere/jdelta")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert _cache.cache_dir() == Path.home() / ".cache" / "jdelta"
+    assert cache.cache_dir() == Path.home() / ".cache" / "jdelta"
 
 
 @pytest.mark.compiler

@@ -21,8 +21,8 @@ from jdelta._chips import Chip
 from jdelta._jitted import jitted
 from jdelta._plan_file import VERSION
 from jdelta._planned import recompiled
+from jdelta._src.versions import versions
 from jdelta._target import resolve
-from jdelta._versions import versions
 from tests import small
 from tests.compilers import TARGETS
 from tests.parallel import PARALLEL

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import jdelta
 from jdelta._boundary import with_boundaries
-from jdelta._decision import Decision
 from jdelta._emit import Step, emit
 from jdelta._items import items_of
 from jdelta._pins import Pins
 from jdelta._policy import Policy
 from jdelta._residual import residuals
+from jdelta._src.decision import Decision
 from jdelta._target import resolve
 from jdelta._timing import TIMED, is_timed, timed
 from jdelta._trace import trace

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from solver_problems import files, host
 
-from jdelta._decision import Decision
 from jdelta._problem import AWAY, Item, Move, Problem
 from jdelta._solution import Outcome
 from jdelta._solver import Knapsack, Milp, Solver
 from jdelta._solver import knapsack as knapsack_module
+from jdelta._src.decision import Decision
 from jdelta._validate import validate
 
 FLOPS, MEMORY = 4e14, 2e12  # Rates of an accelerator, per second.

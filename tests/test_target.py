@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 
 from jdelta import _rates, _target
 from jdelta._chips import CHIPS, Rates, chip_of
-from jdelta._errors import TargetError
+from jdelta._src.errors import TargetError
 from jdelta._target import resolve
 
 RATES = Rates(

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from solver_problems import MANY, files, host, problems, ways
 
-from jdelta._decision import Decision
 from jdelta._problem import Item, Move, Problem
 from jdelta._solution import Outcome, Solution
+from jdelta._src.decision import Decision
 from jdelta._validate import validate
 
 SAVE, OFFLOAD, SPILL = Decision.SAVE, Decision.OFFLOAD, Decision.SPILL

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jdelta._errors import PlanMismatchError
 from jdelta._plan import Plan, load
+from jdelta._src.errors import PlanMismatchError
 
 
 def function(text: str) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jdelta._errors import BudgetError, JdeltaError
+from jdelta._src.errors import BudgetError, JdeltaError
 
 if TYPE_CHECKING:
     from jdelta._cli.commands import Command

@@ -15,7 +15,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from jdelta._decision import Decision
+from jdelta._src.decision import Decision
 from jdelta._table import aligned, labelled
 
 COLOURS = {

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from jdelta._format import format_array
 from jdelta._fusion import Compiler, storage
 from jdelta._graph import BARRIER, Graph, Operation
 from jdelta._order.problem import Problem, Tensor
 from jdelta._order.schedule import arrange
 from jdelta._peak import overwrites, stored_sizes
 from jdelta._primitives import FREE, VIEWS
+from jdelta._src.format import format_array
 
 _Buffers = list[frozenset[int]]
 

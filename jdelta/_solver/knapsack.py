@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jdelta._decision import Decision
 from jdelta._problem import AWAY, Problem
 from jdelta._solution import Outcome, Solution
 from jdelta._solver.base import Solver
@@ -17,6 +16,7 @@ from jdelta._solver.exchange import Exchange
 from jdelta._solver.filter import Exits, Filter
 from jdelta._solver.frontier import Frontier
 from jdelta._solver.release import Release
+from jdelta._src.decision import Decision
 
 _STEP = 1e-6
 """Part of all recompute seconds by which a state must be better than another to count."""

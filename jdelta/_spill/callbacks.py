@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jdelta._errors import SpillError
 from jdelta._spill.library import READ, WRITE, Key
+from jdelta._src.errors import SpillError
 
 if TYPE_CHECKING:
     from jdelta._spill.store import Store

@@ -12,7 +12,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from jdelta._errors import SpillError
+from jdelta._src.errors import SpillError
 
 PREFIX = "jdelta-spill-"
 FILE = "tensors"

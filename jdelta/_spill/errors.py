@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 
-from jdelta._errors import SpillError
+from jdelta._src.errors import SpillError
 
 _MARK = "SpillError: "
 """What handlers.cc puts before every message."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jdelta._errors import SpillError
+from jdelta._src.errors import SpillError
 
 
 class KvikIOAdapter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from jdelta._errors import ArgumentError
+from jdelta._src.errors import ArgumentError
 
 
 class Decision(enum.Enum):

@@ -8,7 +8,7 @@ import operator
 import re
 from dataclasses import dataclass
 
-from jdelta._errors import BudgetError
+from jdelta._src.errors import BudgetError
 
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
