@@ -24,7 +24,7 @@ from jdelta._measure import Measurement, measure
 from jdelta._overlap import Overlap, read_overlap
 from jdelta._planned import step_of
 from jdelta._policy import Policy
-from jdelta._shardy import shardings_of
+from jdelta._src._jax.sharding import shardings_of
 from jdelta._target import Target, resolve
 from jdelta._trace import Trace, trace, walk
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import jax
 
-from jdelta import _jax
 from jdelta._emit import Emission
 from jdelta._graph import labels
 from jdelta._measure import Measurement
 from jdelta._peak import Timeline
 from jdelta._residual import Residual
 from jdelta._solution import Outcome
+from jdelta._src import _jax
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.format import format_array, format_bytes, format_some

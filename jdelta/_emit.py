@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jdelta import _jax, _rows
+from jdelta import _rows
 from jdelta._automatic import tracing
 from jdelta._forward_first import with_forward_first
 from jdelta._fusion import Compiler
 from jdelta._graph import Graph, graph_of
-from jdelta._jax import Jaxpr
 from jdelta._marks import NOTHING, Computed
 from jdelta._naming import RegionName
 from jdelta._narrow import with_narrow_as_they_are
@@ -26,10 +25,12 @@ from jdelta._peak import Timeline, timeline
 from jdelta._plain_inputs import with_plain_inputs
 from jdelta._policy import Policy
 from jdelta._region import AS_WRITTEN, Grouping, Session
-from jdelta._shardy import Shardings, shardings_of
 from jdelta._spill import Store
 from jdelta._spilled import Emitted
 from jdelta._spilling import Spilling, spilled
+from jdelta._src import _jax
+from jdelta._src._jax import Jaxpr
+from jdelta._src._jax.sharding import Shardings, shardings_of
 from jdelta._src.errors import OffloadError, PlanMismatchError
 from jdelta._src.format import format_some
 from jdelta._target import Target, is_on_host

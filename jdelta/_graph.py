@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdelta import _jax, _transfer
-from jdelta._jax import Atom, Eqn, Jaxpr, Var
 from jdelta._marks import RECOMPUTE
 from jdelta._naming import scope_path
 from jdelta._primitives import VIEWS
-from jdelta._shardy import UNSHARDED, Shardings, Spec, local_shape
+from jdelta._src import _jax
+from jdelta._src._jax import Atom, Eqn, Jaxpr, Var, transfers
+from jdelta._src._jax.sharding import UNSHARDED, Shardings, Spec, local_shape
 
 BARRIER = "optimization_barrier"
 """Reads values and hands them on as they are, hidden from optimisation across it."""
@@ -371,7 +371,7 @@ class _Builder:
         )
 
     def _primitive(self, eqn: Eqn, inputs: Sequence[int | None], outputs: Sequence[int]) -> str:
-        if _transfer.is_transfer(eqn):
+        if transfers.is_transfer(eqn):
             return TRANSFER
         if eqn.primitive.name not in _CONSTRAINTS or inputs[0] is None:
             return eqn.primitive.name

@@ -12,8 +12,8 @@ import functools
 
 import jax.numpy as jnp
 
-from jdelta import _jax
-from jdelta._jax import Eqn, Jaxpr
+from jdelta._src import _jax
+from jdelta._src._jax import Eqn, Jaxpr
 
 _WIDE = {"exponent_bits": 8, "mantissa_bits": 23}
 """Rounds no number of eight bits."""

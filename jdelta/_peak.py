@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from jdelta import _jax
 from jdelta._fusion import Compiler, last_reads, of_images, read_narrowly, storage
 from jdelta._graph import TRANSFER, Graph, Operation
 from jdelta._primitives import REDUCTIONS
+from jdelta._src import _jax
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from typing import Any
 import jax
 from jax import lax
 
-from jdelta import _jax, _transfer
 from jdelta._chips import Rates
 from jdelta._cost import program_seconds
 from jdelta._graph import graph_of
-from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._primitives import LOOPS, MATMULS
 from jdelta._scan import Scan, operands_on_path
-from jdelta._shardy import UNSHARDED, Shardings, parts_of
+from jdelta._src import _jax
+from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
+from jdelta._src._jax.sharding import UNSHARDED, Shardings, parts_of
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def late_stacks(program: Jaxpr, writes_late: Callable[[Eqn], bool]) -> frozenset
     late: set[Var] = set()
     for eqn in inner.eqns:
         if eqn.primitive.name == "scan":
-            hosts = [v for v in eqn.outvars if _transfer.is_host(v) and v not in results]
+            hosts = [v for v in eqn.outvars if transfers.is_host(v) and v not in results]
             back = [v for v in hosts if _only_fetched_back(v, readers[v], eqn)]
             late.update(back if back and writes_late(eqn) else ())
     return frozenset(late)
@@ -132,7 +132,7 @@ def hides_next(eqn: Eqn, clock: Clock, slack: float) -> bool:
     body = _jax.inline(eqn.params["jaxpr"])
     eqns, seconds = _jax.open_jaxpr(body).eqns, clock.each(body)
     total, free, taken = sum(seconds), 0.0, 0.0
-    for inner in filter(_transfer.crosses_to_host, eqns):
+    for inner in filter(transfers.crosses_to_host, eqns):
         copy = slack * clock.bytes(inner.outvars[0]) / clock.rates.device_to_host
         made = total - sum(seconds[i] for i in _jax.dependents(eqns, inner.invars))
         free, taken = max(free, made) + copy, taken + copy
@@ -156,7 +156,7 @@ def forward_loop(
     """
     loop = Scan.of(eqn, inputs)
     stacks = eqn.outvars[loop.n_carry :]
-    body, away = _transfer.with_copies_left_out(
+    body, away = transfers.with_copies_left_out(
         loop.body, loop.n_carry, [v in may_be_late for v in stacks]
     )
     made_empty = [_zeros(v) for v, is_away in zip(loop.stacked(body), away, strict=True) if is_away]

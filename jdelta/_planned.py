@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.core import Tracer
 
-from jdelta import _jax
 from jdelta._call import Call, call_of, described, difference
 from jdelta._drift import Drift
 from jdelta._emit import Step, emit
@@ -21,6 +20,7 @@ from jdelta._jitted import Arguments, Jitted, jitted
 from jdelta._measure import Measurement, measure
 from jdelta._spill import named_errors
 from jdelta._spilled import check_handlers, check_spilled
+from jdelta._src import _jax
 from jdelta._src.errors import ArgumentError, BudgetError, PlanMismatchError
 from jdelta._src.format import format_bytes
 from jdelta._src.versions import other_versions

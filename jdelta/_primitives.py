@@ -1,6 +1,6 @@
 """How compilers treat JAX primitives: the classes that the peak and cost models share."""
 
-from jdelta._jax import COTANGENT
+from jdelta._src._jax import COTANGENT
 
 MATMULS = frozenset({"dot_general", "conv_general_dilated"})
 """Run on the matrix unit."""

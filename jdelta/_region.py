@@ -15,11 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from jdelta import _jax
 from jdelta._modules import ClosedOver, Weight, module_paths, with_modules
 from jdelta._naming import RegionName, add_names, scope_path
-from jdelta._primitive import cotangent_primitive, region_primitive
 from jdelta._random import with_written_bits
+from jdelta._src import _jax
+from jdelta._src._jax.region_primitive import cotangent_primitive, region_primitive
 from jdelta._src.errors import TraceError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from jax import lax
 
-from jdelta import _jax, _transfer
-from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._primitives import MATMULS
+from jdelta._src import _jax
+from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Scan:
 
     def fetched(self) -> tuple[Jaxpr, list[bool]]:
         """The body taking rows fetched already, and which of its rows those are."""
-        return _transfer.with_fetched_inputs(self.body, self.n_consts + self.n_carry)
+        return transfers.with_fetched_inputs(self.body, self.n_consts + self.n_carry)
 
     def stacked(self, body: Jaxpr) -> list[Any]:
         """What the body stacks."""

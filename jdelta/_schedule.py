@@ -23,7 +23,7 @@ from jdelta._order import (
     places_taken,
     problem_of,
 )
-from jdelta._shardy import shardings_of
+from jdelta._src._jax.sharding import shardings_of
 from jdelta._src.format import format_bytes
 from jdelta._target import is_on_host, resolve
 

@@ -23,13 +23,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdelta import _jax, _transfer
-from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._naming import RegionName
 from jdelta._scan import Scan
-from jdelta._shardy import Spec
 from jdelta._spill import Store, read, write
 from jdelta._spilled import Emitted, Place
+from jdelta._src import _jax
+from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
+from jdelta._src._jax.sharding import Spec
 from jdelta._src.errors import SpillError
 from jdelta._stacks import zero_of
 
@@ -67,7 +67,7 @@ def spilled(closed: Jaxpr, spilling: Spilling) -> tuple[Callable[..., list[Any]]
     """
     # JAX hands on what a ref that nothing reads was given, too: that is not worth a file.
     wanted = _jax.with_outputs(closed, [True] * len(closed.out_avals))
-    program = _transfer.copied_once(_jax.inline(wanted))
+    program = transfers.copied_once(_jax.inline(wanted))
     emitted = Emitted()
 
     def run(*args: Any) -> list[Any]:
@@ -152,15 +152,15 @@ class _Run:
         """The results of an equation; ``back`` holds what was read, by slot."""
         inputs = _jax.read(env, eqn.invars)
         away = [x for x in inputs if isinstance(x, _Away)]
-        if _transfer.crosses_to_host(eqn):
+        if transfers.crosses_to_host(eqn):
             name = names.get(eqn.invars[0])
             if name is not None and self.spilling.is_spilled(name):
                 return [self._write(name, inputs[0])]
-        elif _transfer.crosses_to_device(eqn) and away:
+        elif transfers.crosses_to_device(eqn) and away:
             return [self._read(away[0], back)]
         elif _jax.is_shielded(eqn):
             return self._unit(eqn, inputs, back)
-        if away or any(map(_transfer.has_transfers, _jax.subjaxprs(eqn))):
+        if away or any(map(transfers.has_transfers, _jax.subjaxprs(eqn))):
             if eqn.primitive.name == "scan":
                 return self._loop(eqn, inputs, back)
             if eqn.primitive.name == "shard_map":
@@ -201,7 +201,7 @@ class _Run:
     def _unit(self, eqn: Eqn, inputs: Sequence[Any], back: dict[int, Any]) -> list[Any]:
         """A backward unit: what it reads is read when it begins."""
         body = _jax.inline(_jax.subjaxpr(eqn))
-        body, fetched = _transfer.with_fetched_inputs(body)
+        body, fetched = transfers.with_fetched_inputs(body)
         given = [x for x in inputs if not isinstance(x, _Away) and _is_float(x)]
         after = given[-1] if given else None  # cotangents come last
         there = [

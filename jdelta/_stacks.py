@@ -28,9 +28,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdelta import _jax
-from jdelta._jax import Var
-from jdelta._shardy import Spec, parts_of
+from jdelta._src import _jax
+from jdelta._src._jax import Var
+from jdelta._src._jax.sharding import Spec, parts_of
 
 _UNCUT: Mapping[Var, Spec] = MappingProxyType({})
 

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jdelta import _jax
 from jdelta._chips import CHIPS, Rates, chip_of
 from jdelta._rates import Device, measured_rates
+from jdelta._src import _jax
 from jdelta._src.errors import TargetError
 from jdelta._src.versions import version
 from jdelta._topology import topology_devices

@@ -36,10 +36,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdelta import _jax, _transfer
 from jdelta._chips import Rates
 from jdelta._gradients import Gradients, has_regions, start, tie, without_growth
-from jdelta._jax import Eqn, Jaxpr, Var
 from jdelta._loop_gradients import with_gradients_in_place
 from jdelta._pipeline import (
     Clock,
@@ -52,9 +50,11 @@ from jdelta._pipeline import (
 )
 from jdelta._primitives import MATMULS
 from jdelta._scan import Scan
-from jdelta._shardy import UNSHARDED, Shardings
+from jdelta._src import _jax
+from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
+from jdelta._src._jax.sharding import UNSHARDED, Shardings
+from jdelta._src._jax.transfers import is_host
 from jdelta._stacks import IN_TURN, Stacks
-from jdelta._transfer import is_host
 
 TIMED = frozenset({"cuda", "tpu"})
 """Platforms whose compiler leaves transfers exposed unless they are timed."""
@@ -117,7 +117,7 @@ def timed(
     Returns:
         A function of the flat arguments of ``closed`` to its flat results.
     """
-    program = _transfer.copied_once(_jax.inline(closed))
+    program = transfers.copied_once(_jax.inline(closed))
     known = shardings(program)
     if platform in TIED:
         in_place = with_gradients_in_place(program, platform, known)
@@ -184,7 +184,7 @@ class _Timing:
         self.eqns = list(_jax.open_jaxpr(self.program).eqns)
         self.units = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
         self.needs = self._needs()
-        self.offloads = any(self.needs) or any(map(_transfer.crosses_to_host, self.eqns))
+        self.offloads = any(self.needs) or any(map(transfers.crosses_to_host, self.eqns))
         if self.offloads:  # else there is nothing to time, and pricing takes long
             self.elapsed = self._elapsed()
             self._time_copies()
@@ -302,7 +302,7 @@ class _Timing:
             for v in filter(is_host, eqn.invars)
         }
         for index, eqn in enumerate(forward):
-            if not _transfer.crosses_to_host(eqn):
+            if not transfers.crosses_to_host(eqn):
                 continue
             until = read.get(eqn.outvars[0], len(forward))
             begin = max(index, ends[-IN_FLIGHT] + 1) if self.tied else index
@@ -324,7 +324,7 @@ class _Timing:
     def _seconds_out(self, eqn: Eqn) -> float:
         """Seconds that an equation keeps the link to the host busy."""
         rate = self.clock.rates.device_to_host
-        return self._bytes(eqn.outvars) / rate if _transfer.crosses_to_host(eqn) else 0.0
+        return self._bytes(eqn.outvars) / rate if transfers.crosses_to_host(eqn) else 0.0
 
     def _bytes(self, values: Sequence[Var]) -> float:
         return float(sum(map(self.clock.bytes, values)))
@@ -334,7 +334,7 @@ class _Timing:
 
         With explicit axes slices of a stack would each need a sharding of their own: none is made.
         """
-        made = {e.outvars[0] for e in self.eqns if _transfer.crosses_to_host(e)}
+        made = {e.outvars[0] for e in self.eqns if transfers.crosses_to_host(e)}
         made = {v for v in made if not _jax.has_explicit_axes(v.aval)}
         for eqn in self.eqns:
             fetched = _host_inputs(eqn) if _jax.is_shielded(eqn) else ()
@@ -358,7 +358,7 @@ class _Timing:
             for v in eqn.invars
             if _jax.is_var(v) and not _jax.on_host(v.aval)
         }
-        kept.update(e.invars[0] for e in forward if _transfer.crosses_to_host(e))
+        kept.update(e.invars[0] for e in forward if transfers.crosses_to_host(e))
         return self._path(kept)
 
     def _path(self, among: set[Var]) -> dict[int, Var]:
@@ -383,7 +383,7 @@ class _Timing:
 
 def _host_inputs(eqn: Eqn) -> list[Var]:
     """Host values that a backward unit fetches itself, so that they can be fetched for it."""
-    _, fetched = _transfer.with_fetched_inputs(_jax.subjaxpr(eqn))
+    _, fetched = transfers.with_fetched_inputs(_jax.subjaxpr(eqn))
     return [v for v, is_fetched in zip(eqn.invars, fetched, strict=True) if is_fetched]
 
 
@@ -406,7 +406,7 @@ class _Evaluation:
             for number, index in enumerate(timing.units)
         }
         for index, eqn in enumerate(timing.eqns):
-            if _transfer.crosses_to_host(eqn) and eqn.outvars[0] in self.stacks.slots:
+            if transfers.crosses_to_host(eqn) and eqn.outvars[0] in self.stacks.slots:
                 instead[index] = functools.partial(self._write, eqn)
             elif eqn.primitive.name == "scan" and any(map(is_host, eqn.outvars)):
                 instead[index] = functools.partial(self._forward_loop, eqn)
@@ -452,7 +452,7 @@ class _Evaluation:
     def _is_outer(self, loop: Eqn) -> bool:
         """Whether the body of a loop is timed by itself, as that of a loop over micro-batches."""
         body, platform = loop.params["jaxpr"], self.timing.clock.platform
-        offloads = _transfer.has_transfers(body)
+        offloads = transfers.has_transfers(body)
         return offloads or (not _jax.is_backward(loop) and is_timed(body, platform, offloads=False))
 
     def _outer_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
@@ -475,7 +475,7 @@ class _Evaluation:
             self._fetch(0, self.timing.gradients.early.get(index) or start(eqn), env)
         if number in self.timing.own:
             self._bring(self.timing.own[number], start(eqn), env)
-        body, _ = _transfer.with_fetched_inputs(_jax.subjaxpr(eqn))
+        body, _ = transfers.with_fetched_inputs(_jax.subjaxpr(eqn))
         inputs = [
             self.device[v] if is_host(v) and v in self.device else x
             for v, x in zip(eqn.invars, _jax.read(env, eqn.invars), strict=True)

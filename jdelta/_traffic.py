@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from jdelta._fusion import Compiler, last_reads, storage
 from jdelta._graph import BARRIER, Graph, Operation, Value
-from jdelta._jax import scan_counts
 from jdelta._primitives import FREE, MATMULS, SPLITS, SUMS, UPDATES, VIEWS
+from jdelta._src._jax import scan_counts
 
 _PASSED_ON = VIEWS | FREE | {BARRIER}
 _PARTIAL_READS = SPLITS | frozenset({"slice", "dynamic_slice", "gather"})

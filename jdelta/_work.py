@@ -16,11 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from jdelta import _jax
 from jdelta._chips import multiply_add_flops
 from jdelta._collective import COLLECTIVES, contracted
 from jdelta._graph import BARRIER, RESHARD, TRANSFER, Graph, Operation
-from jdelta._jax import Jaxpr
 from jdelta._primitives import (
     CHEAP,
     EXPENSIVE,
@@ -30,7 +28,9 @@ from jdelta._primitives import (
     SUMS,
     VIEWS,
 )
-from jdelta._shardy import parts
+from jdelta._src import _jax
+from jdelta._src._jax import Jaxpr
+from jdelta._src._jax.sharding import parts
 from jdelta._window import taps_inside
 
 Unit: TypeAlias = Literal["matrix", "vector", "integer"]

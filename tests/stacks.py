@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdelta import _jax
+from jdelta._src import _jax
 
 
 def unrolled(unit, w, x):

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import jdelta
-from jdelta import Decision, _jax, _segments
+from jdelta import Decision, _segments
 from jdelta._automatic import tracing
 from jdelta._emit import Step, emit
 from jdelta._forward_first import with_forward_first
 from jdelta._plain_inputs import with_plain_inputs
 from jdelta._region import Session
 from jdelta._segments import bytes_held, loss_begins, segments
+from jdelta._src import _jax
 from jdelta._target import resolve
 from tests.compilers import TARGETS, needs_cuda
 from tests.frameworks import FORMS, STEPS

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdelta
 from benchmarks.sharded import Cut, case
-from jdelta import Decision, _jax
+from jdelta import Decision
 from jdelta._collective import Collective, collectives
 from jdelta._emit import Step, emit
 from jdelta._graph import graph_of
@@ -30,7 +30,8 @@ from jdelta._measure import measure
 from jdelta._nest import walk
 from jdelta._policy import Policy
 from jdelta._residual import residuals
-from jdelta._shardy import Axis, local_shape, shardings_of
+from jdelta._src import _jax
+from jdelta._src._jax.sharding import Axis, local_shape, shardings_of
 from jdelta._stacks import _Kind, _kind
 from jdelta._target import resolve
 from jdelta._timing import timed

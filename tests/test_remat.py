@@ -19,9 +19,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 import jdelta
-from jdelta import Decision, PlanMismatchError, _jax
+from jdelta import Decision, PlanMismatchError
 from jdelta._policy import Policy
 from jdelta._region import Grouping, Session
+from jdelta._src import _jax
 from jdelta._trace import trace
 from tests import stacks
 from tests.planning import decided, under

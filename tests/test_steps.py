@@ -17,7 +17,7 @@ from jax._src.ad_checkpoint import saved_residuals
 
 import jdelta
 from benchmarks.models import build, identity
-from jdelta import Decision, _jax
+from jdelta import Decision
 from jdelta._automatic import with_regions
 from jdelta._graph import graph_of
 from jdelta._items import items_of
@@ -27,6 +27,7 @@ from jdelta._policy import Policy
 from jdelta._primitives import MATMULS
 from jdelta._residual import residuals
 from jdelta._solver import Knapsack, Milp
+from jdelta._src import _jax
 from jdelta._target import resolve
 from jdelta._trace import trace
 from tests.planning import planned, under

@@ -15,13 +15,15 @@ import jdelta
 from benchmarks.models import find
 from benchmarks.offload import by_hand, queries, shapes, size, stack
 from benchmarks.offload import layer as stack_layer
-from jdelta import BudgetError, Decision, _jax, _timing, _transfer
+from jdelta import BudgetError, Decision, _timing
 from jdelta._boundary import with_boundaries
 from jdelta._items import items_of
 from jdelta._pins import NO_PINS
 from jdelta._pipeline import Clock
 from jdelta._policy import Policy
 from jdelta._region import Session
+from jdelta._src import _jax
+from jdelta._src._jax import transfers
 from jdelta._target import resolve
 from jdelta._timing import HEAD, IN_FLIGHT, _Timing, timed
 from jdelta._trace import trace
@@ -98,14 +100,14 @@ def check(step, args, platform="cuda", away=AWAY, rates=TARGET.rates):
     return jax.make_jaxpr(run)(*jax.tree.leaves(args)), gone
 
 
-def transfers(jaxpr):
+def copies_and_fetches(jaxpr):
     """Copies to the host and fetches, loops looked into."""
     out = into = 0
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
-        out += _transfer.crosses_to_host(eqn)
-        into += _transfer.crosses_to_device(eqn)
+        out += transfers.crosses_to_host(eqn)
+        into += transfers.crosses_to_device(eqn)
         for inner in _jax.subjaxprs(eqn):
-            more = transfers(inner)
+            more = copies_and_fetches(inner)
             out, into = out + more[0], into + more[1]
     return out, into
 
@@ -139,11 +141,11 @@ def test_a_loop_around_the_gradient_is_timed_inside(make, platform):
     step, args = micro_batches(make()), (ws, jax.random.normal(jax.random.key(1), (3, 4, 8)))
     staged, gone = offloading(step, args)
     jaxpr, _ = check(step, args, platform)
-    assert transfers(staged)[0] == gone
+    assert copies_and_fetches(staged)[0] == gone
     assert list(primitives(jaxpr)) != list(primitives(staged))
     alone, _ = check(make(), (args[0], args[1][0]), platform)
     inside = next(e for e in _jax.open_jaxpr(jaxpr).eqns if e.params.get("length") == 3)
-    assert transfers(inside.params["jaxpr"]) == transfers(alone)
+    assert copies_and_fetches(inside.params["jaxpr"]) == copies_and_fetches(alone)
 
 
 def primitives(jaxpr):
@@ -173,7 +175,7 @@ def with_head(ws, x):
 def timing_of(step, args, away, *, link=1e15, least=False):
     staged, _ = offloading(step, args, away)
     check(step, args, "cuda", away)
-    program = _transfer.copied_once(_jax.inline(staged))
+    program = transfers.copied_once(_jax.inline(staged))
     rates = dataclasses.replace(TARGET.rates, device_to_host=link, host_to_device=link)
     return _Timing(program, Clock(rates, "cuda"), least)
 
@@ -181,7 +183,7 @@ def timing_of(step, args, away, *, link=1e15, least=False):
 def test_a_third_copy_waits_for_the_first():
     args = list(stacked(5)), jax.random.normal(jax.random.key(1), (4, 8))
     timing = timing_of(with_head, args, ("*/tanh", "*/cos", "*/sin"))
-    copies = [i for i, eqn in enumerate(timing.eqns) if _transfer.crosses_to_host(eqn)]
+    copies = [i for i, eqn in enumerate(timing.eqns) if transfers.crosses_to_host(eqn)]
     ends = {
         v: index for index, (_, hosts) in timing.ties.items() for v in hosts
     }  # by what is copied
@@ -221,7 +223,7 @@ def test_the_first_fetch_is_beside_the_head_unless_the_least_memory_is_wanted():
     args = list(stacked(3)), jax.random.normal(jax.random.key(1), (4, 8))
     timing = timing_of(with_head, args, ("*/tanh",))
     assert timing.head is not None
-    last_copy = max(i for i, eqn in enumerate(timing.eqns) if _transfer.crosses_to_host(eqn))
+    last_copy = max(i for i, eqn in enumerate(timing.eqns) if transfers.crosses_to_host(eqn))
     assert last_copy < timing.head[0] < timing.units[0]
     assert timing.fetches[HEAD] == timing.needs[0] != []
     least = timing_of(with_head, args, ("*/tanh",), least=True)
@@ -299,7 +301,7 @@ def test_a_product_waits_for_the_last_fetch_of_an_iteration_on_a_gpu(platform, i
     jaxpr, _ = check(looped(), (stacked(4), x), platform, away=("*/cos",))
     _, backward = (e for e in _jax.open_jaxpr(jaxpr).eqns if e.primitive.name == "scan")
     eqns = _jax.open_jaxpr(backward.params["jaxpr"]).eqns
-    *_, last = filter(_transfer.crosses_to_device, eqns)
+    *_, last = filter(transfers.crosses_to_device, eqns)
     waiting = _jax.dependents(eqns, last.outvars)
     assert any(eqns[i].primitive.name == "dot_general" for i in waiting) == is_done
 
@@ -318,7 +320,10 @@ def test_what_can_hide_goes_to_the_host_of_a_tpu_in_parts(rows, parts, monkeypat
     jaxpr, gone = check(unrolled(), (stacked(6), x), "tpu", away=("*/tanh",), rates=FAST)
     assert gone == 6
     reads = (parts + 1) // 2  # two parts at a time
-    assert transfers(jaxpr) == (parts * gone + 1, reads * gone)  # an array for all from the start
+    assert copies_and_fetches(jaxpr) == (
+        parts * gone + 1,
+        reads * gone,
+    )  # an array for all from the start
 
 
 @pytest.mark.parametrize(("platform", "parts"), [("cuda", 0), ("tpu", 1)])
@@ -330,7 +335,7 @@ def test_each_offloaded_value_crosses_the_link_once_each_way(platform, parts):
     # On a TPU the last unit's output has a host array of its own and crosses in two parts; the
     # three arrays are there from the start.
     arrays = 3 * parts
-    assert transfers(jaxpr) == (gone + parts + arrays, gone + parts)
+    assert copies_and_fetches(jaxpr) == (gone + parts + arrays, gone + parts)
 
 
 def test_a_value_of_odd_length_that_is_alone_is_split_along_another_axis():
@@ -339,7 +344,7 @@ def test_a_value_of_odd_length_that_is_alone_is_split_along_another_axis():
 
     x = jax.random.normal(jax.random.key(1), (3, 8))
     jaxpr, gone = check(step, (stacked(1)[0], x), "tpu", away=("*/tanh",))
-    assert (gone, transfers(jaxpr)) == (1, (3, 2))
+    assert (gone, copies_and_fetches(jaxpr)) == (1, (3, 2))
 
 
 @pytest.mark.parametrize(
@@ -368,7 +373,7 @@ def test_fetches_of_a_tpu_follow_the_cotangent_and_on_a_slow_link_each_other(rat
     reads = [
         e for e in eqns if e.primitive.name == "dynamic_slice" and _jax.on_host(e.invars[0].aval)
     ]
-    fetched = [e.outvars[0] for e in eqns if _transfer.crosses_to_device(e)]
+    fetched = [e.outvars[0] for e in eqns if transfers.crosses_to_device(e)]
     indices = [sources(read.invars[1], set()) for read in reads]
     assert len(reads) == len(fetched) == 6
     waits = [before in index for before, index in zip(fetched, indices[1:], strict=False)]

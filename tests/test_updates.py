@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jdelta
-from jdelta import _jax
+from jdelta._src import _jax
 from jdelta._updates import updated_in_loops
 
 LAYERS, WIDTH = 8, 64

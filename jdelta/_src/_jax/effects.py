@@ -11,7 +11,7 @@ from typing import Any
 
 from jax._src import core, effects
 
-from jdelta._jax.values import Atom, Var
+from jdelta._src._jax.values import Atom, Var
 
 _ONCE = frozenset({"InternalMutableArrayEffect", "FfiEffect"})
 """Effects that ``jax.checkpoint`` takes, though what has them cannot be done again."""

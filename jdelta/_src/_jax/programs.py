@@ -16,8 +16,8 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from jdelta._jax.effects import effects_of
-from jdelta._jax.values import Atom, Var, is_var
+from jdelta._src._jax.effects import effects_of
+from jdelta._src._jax.values import Atom, Var, is_var
 
 Jaxpr: TypeAlias = Any
 Eqn: TypeAlias = Any

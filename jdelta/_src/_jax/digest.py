@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jdelta._jax.programs import Eqn, Jaxpr, consts_of, open_jaxpr
-from jdelta._jax.values import Var, is_var
+from jdelta._src._jax.programs import Eqn, Jaxpr, consts_of, open_jaxpr
+from jdelta._src._jax.values import Var, is_var
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+\b")
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.dtype)

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdelta._jax.programs import Eqn, Jaxpr, open_jaxpr, rebuild
-from jdelta._jax.values import Atom, Var, is_var, new_var
+from jdelta._src._jax.programs import Eqn, Jaxpr, open_jaxpr, rebuild
+from jdelta._src._jax.values import Atom, Var, is_var, new_var
 
 REGION = "jdelta_region"
 """Name of the primitive that a region is while nothing has differentiated it."""

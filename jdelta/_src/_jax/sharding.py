@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy
 
-from jdelta import _jax
-from jdelta._jax import Eqn, Jaxpr, Var
+from jdelta._src import _jax
+from jdelta._src._jax import Eqn, Jaxpr, Var
 from jdelta._src.errors import TargetError
 
 _PIPELINE = "builtin.module(sdy-propagation-pipeline)"

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jdelta import _jax
-from jdelta._jax import Eqn, Jaxpr, Var
+from jdelta._src import _jax
+from jdelta._src._jax import Eqn, Jaxpr, Var
 
 
 def crosses_to_host(eqn: Eqn) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 from jax._src import source_info_util
 
-from jdelta._jax.programs import Eqn, open_jaxpr
+from jdelta._src._jax.programs import Eqn, open_jaxpr
 
-_HERE = str(Path(__file__).parent.parent)
+_HERE = str(Path(__file__).parents[2])
 _JAX = str(Path(jax.__file__).parent)
 
 

@@ -23,8 +23,8 @@ from jax._src.interpreters import remat
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from jdelta import _jax
-from jdelta._jax import Jaxpr
+from jdelta._src import _jax
+from jdelta._src._jax import Jaxpr
 
 JvpRule: TypeAlias = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
 """From primals, those tangents that are not zero, and the number of each one's primal (and the
