@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import jax
 
 from jdelta._emit import Emission
-from jdelta._graph import labels
 from jdelta._measure import Measurement
 from jdelta._peak import Timeline
 from jdelta._residual import Residual
@@ -17,6 +16,7 @@ from jdelta._src import _jax
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.format import format_array, format_bytes, format_some
+from jdelta._src.program.graph import labels
 
 GOOD_USE = 0.97
 """Share of the budget that a plan should use before the search for a faster one ends."""

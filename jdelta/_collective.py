@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from jdelta._chips import Rates
-from jdelta._graph import RESHARD, Graph, Operation, Value
-from jdelta._primitives import CHEAP, EXPENSIVE
 from jdelta._src._jax.sharding import Axis, Spec, parts
+from jdelta._src.program.graph import RESHARD, Graph, Operation, Value
+from jdelta._src.program.primitives import CHEAP, EXPENSIVE
 
 _PASSES = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "all-to-all": 1.0}
 """How often the bytes go round the ring."""

@@ -17,9 +17,9 @@ from jax.lax import Precision
 from jdelta._chips import Rates, product_kind
 from jdelta._collective import collective_seconds
 from jdelta._fusion import Compiler, storage
-from jdelta._graph import Graph, Operation, graph_of
-from jdelta._primitives import BITS, MATMULS
 from jdelta._src._jax import scan_counts
+from jdelta._src.program.graph import Graph, Operation, graph_of
+from jdelta._src.program.primitives import BITS, MATMULS
 from jdelta._traffic import moved_bytes, spared_reads, stacked_bytes
 from jdelta._work import is_free, programs, work
 

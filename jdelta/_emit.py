@@ -16,11 +16,7 @@ from jdelta import _rows
 from jdelta._automatic import tracing
 from jdelta._forward_first import with_forward_first
 from jdelta._fusion import Compiler
-from jdelta._graph import Graph, graph_of
-from jdelta._marks import NOTHING, Computed
-from jdelta._naming import RegionName
 from jdelta._narrow import with_narrow_as_they_are
-from jdelta._nest import walk
 from jdelta._peak import Timeline, timeline
 from jdelta._plain_inputs import with_plain_inputs
 from jdelta._policy import Policy
@@ -33,6 +29,10 @@ from jdelta._src._jax import Jaxpr
 from jdelta._src._jax.sharding import Shardings, shardings_of
 from jdelta._src.errors import OffloadError, PlanMismatchError
 from jdelta._src.format import format_some
+from jdelta._src.program.graph import Graph, graph_of
+from jdelta._src.program.hlo_names import NOTHING, Computed
+from jdelta._src.program.loop_nest import walk
+from jdelta._src.program.names import RegionName
 from jdelta._target import Target, is_on_host
 from jdelta._timing import is_timed, timed
 from jdelta._updates import updated_in_loops

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdelta._naming import RegionName
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
+from jdelta._src.program.names import RegionName
 
 _COPIES = frozenset({"name", "reduce_precision", "optimization_barrier"})
 """Primitives whose results are their operands: ``jax.checkpoint`` keeps such copies of values."""

@@ -13,9 +13,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from jdelta._collective import gathered_bytes
-from jdelta._graph import BARRIER, TRANSFER, Graph, Operation, Value
-from jdelta._primitives import CHEAP, EXPENSIVE, FREE, MATMULS, RANDOM, REDUCTIONS, VIEWS, WINDOWS
 from jdelta._src._jax import scan_counts
+from jdelta._src.program.graph import BARRIER, TRANSFER, Graph, Operation, Value
+from jdelta._src.program.primitives import (
+    CHEAP,
+    EXPENSIVE,
+    FREE,
+    MATMULS,
+    RANDOM,
+    REDUCTIONS,
+    VIEWS,
+    WINDOWS,
+)
 
 _TILE = {1: (32, 128), 2: (16, 128), 4: (8, 128), 8: (8, 128)}
 _ERROR = frozenset({"erf", "erfc", "erf_inv"})

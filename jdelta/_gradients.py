@@ -23,10 +23,10 @@ from typing import Any
 
 from jax import lax
 
-from jdelta._primitives import MATMULS, VIEWS
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
 from jdelta._src._jax.transfers import is_host
+from jdelta._src.program.primitives import MATMULS, VIEWS
 
 _GROWS = frozenset("broadcast_in_dim convert_element_type pad reshape squeeze transpose".split())
 """What may make a gradient larger, or stands between what does."""

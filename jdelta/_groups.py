@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdelta._naming import RegionName
 from jdelta._region import RegionPolicy, Session, is_inside
 from jdelta._src import _jax
+from jdelta._src.program.names import RegionName
 
 
 def grouped(

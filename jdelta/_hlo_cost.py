@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from jdelta._chips import Rates, multiply_add_flops, product_kind
 from jdelta._hlo import DEVICE, Array, Computation, Instruction, Module, Shape, leaves
-from jdelta._window import taps_inside
+from jdelta._src.program.windows import taps_inside
 
 _FREE = frozenset(
     "add-dependency after-all bitcast conditional call constant get-tuple-element"

@@ -12,10 +12,10 @@ import jax
 from jdelta._file_calls import file_calls
 from jdelta._hlo import parse
 from jdelta._host import buffers
-from jdelta._marks import NOTHING, Computed
 from jdelta._overlap import NO_TRANSFERS, Overlap, read_overlap
 from jdelta._spill.library import WRITE
 from jdelta._src import cache
+from jdelta._src.program.hlo_names import NOTHING, Computed
 from jdelta._src.versions import COMPILERS, version
 from jdelta._stride import forward_fetches
 from jdelta._target import Target

@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jdelta._naming import Path, common, scope_path
-from jdelta._primitives import FREE, VIEWS
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
+from jdelta._src.program.names import Path, common, scope_path
+from jdelta._src.program.primitives import FREE, VIEWS
 
 _AROUND = frozenset("params model module state states variables trainable batch_stats".split())
 """What the trees of frameworks have around a model: ``state.params['h']``."""

@@ -15,9 +15,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from jdelta._fusion import Compiler, last_reads, of_images, read_narrowly, storage
-from jdelta._graph import TRANSFER, Graph, Operation
-from jdelta._primitives import REDUCTIONS
 from jdelta._src import _jax
+from jdelta._src.program.graph import TRANSFER, Graph, Operation
+from jdelta._src.program.primitives import REDUCTIONS
 
 
 @dataclass(frozen=True)

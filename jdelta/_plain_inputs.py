@@ -10,9 +10,9 @@ MiB for 11).
 
 from __future__ import annotations
 
-from jdelta._naming import RegionName
 from jdelta._src import _jax
 from jdelta._src._jax import Atom, Eqn, Jaxpr, Var
+from jdelta._src.program.names import RegionName
 
 
 def with_plain_inputs(program: Jaxpr) -> Jaxpr:

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from jdelta._naming import RegionName
 from jdelta._src import _jax
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
 from jdelta._src.format import format_some
+from jdelta._src.program.names import RegionName
 
 _NUMBER = re.compile(r"_\d+$")
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdelta._primitives import CHEAP, EXPENSIVE, FREE, VIEWS
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
+from jdelta._src.program.primitives import CHEAP, EXPENSIVE, FREE, VIEWS
 
 _SOURCES = frozenset({"random_bits", "threefry2x32"})
 _ELEMENTWISE = CHEAP | EXPENSIVE | VIEWS

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from jdelta._cost import operation_seconds
 from jdelta._fusion import Compiler, read_narrowly, storage
-from jdelta._graph import TRANSFER, Graph, Operation
-from jdelta._naming import RegionName
-from jdelta._primitives import CHEAP, FREE, PARTS, SPLITS, VIEWS
 from jdelta._src import _jax
 from jdelta._src._jax.sharding import Spec
+from jdelta._src.program.graph import TRANSFER, Graph, Operation
+from jdelta._src.program.names import RegionName
+from jdelta._src.program.primitives import CHEAP, FREE, PARTS, SPLITS, VIEWS
 from jdelta._target import Target
 from jdelta._trace import Region
 from jdelta._traffic import spared_reads, stacked_passes

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdelta._marks import RECOMPUTE
-from jdelta._naming import RegionName
-from jdelta._scan import Scan
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
+from jdelta._src.program.hlo_names import RECOMPUTE
+from jdelta._src.program.names import RegionName
+from jdelta._src.program.scan import Scan
 
 _TAKES = frozenset({"slice", "squeeze", "reshape"})
 """Primitives that take a part of a row."""

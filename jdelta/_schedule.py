@@ -11,7 +11,6 @@ import jax
 
 from jdelta._call import Call, call_of
 from jdelta._fusion import Compiler
-from jdelta._graph import Graph, graph_of
 from jdelta._hlo import parse
 from jdelta._jitted import jitted
 from jdelta._order import (
@@ -25,6 +24,7 @@ from jdelta._order import (
 )
 from jdelta._src._jax.sharding import shardings_of
 from jdelta._src.format import format_bytes
+from jdelta._src.program.graph import Graph, graph_of
 from jdelta._target import is_on_host, resolve
 
 _SHOWN = 8

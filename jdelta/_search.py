@@ -22,7 +22,6 @@ from jdelta._compiles import Compiles, Correction, History
 from jdelta._cost import program_seconds
 from jdelta._emit import Emission, Step, emit
 from jdelta._items import Items
-from jdelta._nest import walk
 from jdelta._policy import Policy
 from jdelta._problem import Problem
 from jdelta._region import Grouping
@@ -33,6 +32,7 @@ from jdelta._src.budget import Budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, OffloadError, SpillError
 from jdelta._src.format import format_bytes
+from jdelta._src.program.loop_nest import walk
 from jdelta._timing import TIED
 from jdelta._trace import Trace
 from jdelta._verify import host_fault

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jdelta._primitives import CHEAP, FREE, LOOPS, MATMULS, VIEWS
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Var
+from jdelta._src.program.primitives import CHEAP, FREE, LOOPS, MATMULS, VIEWS
 
 MOST_CUTS = 384
 """Places for cuts that are looked at."""

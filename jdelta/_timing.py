@@ -48,12 +48,12 @@ from jdelta._pipeline import (
     is_heavy,
     late_stacks,
 )
-from jdelta._primitives import MATMULS
-from jdelta._scan import Scan
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
 from jdelta._src._jax.sharding import UNSHARDED, Shardings
 from jdelta._src._jax.transfers import is_host
+from jdelta._src.program.primitives import MATMULS
+from jdelta._src.program.scan import Scan
 from jdelta._stacks import IN_TURN, Stacks
 
 TIMED = frozenset({"cuda", "tpu"})

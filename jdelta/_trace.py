@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jdelta._automatic import tracing
-from jdelta._graph import Graph, graph_of
-from jdelta._naming import RegionName
-from jdelta._nest import Nest, walk
 from jdelta._region import AS_WRITTEN, Grouping, Session
 from jdelta._src import _jax
 from jdelta._src._jax import Jaxpr
 from jdelta._src._jax.sharding import Shardings, Spec, shardings_of
 from jdelta._src.errors import JdeltaError, TraceError
+from jdelta._src.program.graph import Graph, graph_of
+from jdelta._src.program.loop_nest import Nest, walk
+from jdelta._src.program.names import RegionName
 
 
 @dataclass(frozen=True)

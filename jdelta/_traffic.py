@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from jdelta._fusion import Compiler, last_reads, storage
-from jdelta._graph import BARRIER, Graph, Operation, Value
-from jdelta._primitives import FREE, MATMULS, SPLITS, SUMS, UPDATES, VIEWS
 from jdelta._src._jax import scan_counts
+from jdelta._src.program.graph import BARRIER, Graph, Operation, Value
+from jdelta._src.program.primitives import FREE, MATMULS, SPLITS, SUMS, UPDATES, VIEWS
 
 _PASSED_ON = VIEWS | FREE | {BARRIER}
 _PARTIAL_READS = SPLITS | frozenset({"slice", "dynamic_slice", "gather"})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from jdelta._graph import Graph, Operation
-from jdelta._naming import RegionName
-from jdelta._nest import walk
-from jdelta._primitives import CHEAP, FREE
+from jdelta._src.program.graph import Graph, Operation
+from jdelta._src.program.loop_nest import walk
+from jdelta._src.program.names import RegionName
+from jdelta._src.program.primitives import CHEAP, FREE
 from jdelta._trace import Region, Trace
 
 

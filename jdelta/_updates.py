@@ -18,10 +18,10 @@ from typing import Any
 import jax
 from jax import lax
 
-from jdelta._primitives import CHEAP, EXPENSIVE, RANDOM
-from jdelta._scan import Scan
 from jdelta._src import _jax
 from jdelta._src._jax import Env, Eqn, Jaxpr, Var
+from jdelta._src.program.primitives import CHEAP, EXPENSIVE, RANDOM
+from jdelta._src.program.scan import Scan
 
 _ROW_BY_ROW = (CHEAP | EXPENSIVE | {"copy", "name", "stop_gradient", "reduce_precision"}) - (
     RANDOM | {"slice", "dynamic_slice", "pad", "rev", "split", "random_wrap", "random_unwrap"}

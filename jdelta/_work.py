@@ -18,8 +18,11 @@ from typing import Literal, TypeAlias
 
 from jdelta._chips import multiply_add_flops
 from jdelta._collective import COLLECTIVES, contracted
-from jdelta._graph import BARRIER, RESHARD, TRANSFER, Graph, Operation
-from jdelta._primitives import (
+from jdelta._src import _jax
+from jdelta._src._jax import Jaxpr
+from jdelta._src._jax.sharding import parts
+from jdelta._src.program.graph import BARRIER, RESHARD, TRANSFER, Graph, Operation
+from jdelta._src.program.primitives import (
     CHEAP,
     EXPENSIVE,
     FREE,
@@ -28,10 +31,7 @@ from jdelta._primitives import (
     SUMS,
     VIEWS,
 )
-from jdelta._src import _jax
-from jdelta._src._jax import Jaxpr
-from jdelta._src._jax.sharding import parts
-from jdelta._window import taps_inside
+from jdelta._src.program.windows import taps_inside
 
 Unit: TypeAlias = Literal["matrix", "vector", "integer"]
 

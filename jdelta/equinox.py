@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import equinox as eqx
 import jax
 
-from jdelta._constant import Constant, unwrapped
+from jdelta._src.program.constants import Constant, unwrapped
 
 if TYPE_CHECKING:
     from jdelta._call import Call

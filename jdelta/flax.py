@@ -14,9 +14,9 @@ from flax import linen as nn
 from flax import nnx
 from flax.core import lift
 
-from jdelta._constant import Constant
 from jdelta._region import RegionPolicy, region
 from jdelta._src.errors import ArgumentError
+from jdelta._src.program.constants import Constant
 
 if TYPE_CHECKING:
     from jdelta._call import Call

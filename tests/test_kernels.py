@@ -24,10 +24,10 @@ from jdelta._chips import Rates
 from jdelta._cost import operation_seconds
 from jdelta._emit import Step, emit
 from jdelta._fusion import Compiler, storage
-from jdelta._graph import graph_of
-from jdelta._nest import walk
 from jdelta._policy import Policy
 from jdelta._residual import residuals
+from jdelta._src.program.graph import graph_of
+from jdelta._src.program.loop_nest import walk
 from jdelta._target import resolve
 from jdelta._trace import trace
 from jdelta._ways import offload_refusal

@@ -15,9 +15,9 @@ from jax.extend.core import Primitive
 from jdelta._chips import CHIPS, Rates
 from jdelta._cost import program_seconds
 from jdelta._fusion import Compiler
-from jdelta._graph import graph_of
 from jdelta._hlo import parse
 from jdelta._hlo_cost import products
+from jdelta._src.program.graph import graph_of
 from jdelta._target import resolve
 from jdelta._work import how_priced, is_free, work
 
@@ -43,7 +43,8 @@ def primitives():
 def test_every_primitive_is_priced(name):
     assert how_priced(name), (
         f"jax {jax.__version__} has the primitive {name!r}, which nothing prices: "
-        "add it to its class in jdelta/_primitives.py, or to a set or a rule in jdelta/_work.py"
+        "add it to its class in jdelta/_src/program/primitives.py, or to a set or a rule in "
+        "jdelta/_work.py"
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import jdelta
 from jdelta import Decision
-from jdelta._graph import labels
+from jdelta._src.program.graph import labels
 from tests import small
 
 plot = pytest.importorskip("jdelta.plot", reason="needs matplotlib")

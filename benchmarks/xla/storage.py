@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jdelta._fusion import Compiler
-from jdelta._graph import graph_of
 from jdelta._measure import measure
 from jdelta._peak import timeline
+from jdelta._src.program.graph import graph_of
 from jdelta._target import resolve
 
 F32 = jnp.float32

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jdelta._primitives import VIEWS
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn
+from jdelta._src.program.primitives import VIEWS
 
 RECOMPUTE = "rematted_computation"
 """The scope that ``jax.checkpoint`` puts what it computes again under."""

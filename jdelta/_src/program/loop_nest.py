@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jdelta._graph import Graph, Operation
+from jdelta._src.program.graph import Graph, Operation
 
 
 @dataclass(frozen=True)

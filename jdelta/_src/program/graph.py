@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdelta._marks import RECOMPUTE
-from jdelta._naming import scope_path
-from jdelta._primitives import VIEWS
 from jdelta._src import _jax
 from jdelta._src._jax import Atom, Eqn, Jaxpr, Var, transfers
 from jdelta._src._jax.sharding import UNSHARDED, Shardings, Spec, local_shape
+from jdelta._src.program.hlo_names import RECOMPUTE
+from jdelta._src.program.names import scope_path
+from jdelta._src.program.primitives import VIEWS
 
 BARRIER = "optimization_barrier"
 """Reads values and hands them on as they are, hidden from optimisation across it."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from jax import lax
 
-from jdelta._primitives import MATMULS
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
+from jdelta._src.program.primitives import MATMULS
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jdelta._marks import RECOMPUTE, is_mark, marked
-from jdelta._primitives import VIEWS
 from jdelta._src import _jax
 from jdelta._src._jax import Atom, Eqn, Jaxpr, Var
+from jdelta._src.program.hlo_names import RECOMPUTE, is_mark, marked
+from jdelta._src.program.primitives import VIEWS
 
 Path: TypeAlias = tuple[str, ...]
 """Scopes from the outermost: ``("h", "0", "mlp")``."""

@@ -1,0 +1,1 @@
+"""A staged program as a graph of named, sized operations."""
