@@ -21,7 +21,7 @@ from jdelta._items import items_of
 from jdelta._measure import measure
 from jdelta._pins import NO_PINS
 from jdelta._policy import Policy
-from jdelta._solver import Knapsack
+from jdelta._src.solver import Knapsack
 from jdelta._trace import Trace
 
 KEPT = (None, 0.0, 0.2, 0.4, 0.6)

@@ -20,10 +20,10 @@ from jdelta._pins import Pins
 from jdelta._region import AS_WRITTEN, Grouping
 from jdelta._residual import Residual
 from jdelta._search import EARLY, GROUPS, MOST_COMPILES, Search
-from jdelta._solver import Solver
 from jdelta._src.budget import Budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, TraceError
+from jdelta._src.solver import Solver
 from jdelta._trace import Trace
 from jdelta._unpinnable import why_unpinnable
 from jdelta._ways import Way

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from jdelta._problem import AWAY
 from jdelta._residual import Residual
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
+from jdelta._src.solver.problem import AWAY
 from jdelta._ways import Way
 
 _NO_NAMES: Mapping[str, Sequence[str]] = MappingProxyType({})

@@ -23,16 +23,16 @@ from jdelta._cost import program_seconds
 from jdelta._emit import Emission, Step, emit
 from jdelta._items import Items
 from jdelta._policy import Policy
-from jdelta._problem import Problem
 from jdelta._region import Grouping
-from jdelta._solution import Outcome
-from jdelta._solver.base import Solver
 from jdelta._spilled import check_spilled
 from jdelta._src.budget import Budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, OffloadError, SpillError
 from jdelta._src.format import format_bytes
 from jdelta._src.program.loop_nest import walk
+from jdelta._src.solver.base import Solver
+from jdelta._src.solver.problem import Problem
+from jdelta._src.solver.solution import Outcome
 from jdelta._timing import TIED
 from jdelta._trace import Trace
 from jdelta._verify import host_fault

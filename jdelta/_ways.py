@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jdelta._problem import Move, Tier
 from jdelta._residual import Residual
 from jdelta._src.decision import Decision
+from jdelta._src.solver.problem import Move, Tier
 from jdelta._target import Target
 
 HIDING = 0.8

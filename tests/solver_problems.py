@@ -8,9 +8,9 @@ from dataclasses import replace
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from jdelta._problem import AWAY, Item, Move, Problem, Tier
-from jdelta._solution import Solution
 from jdelta._src.decision import Decision
+from jdelta._src.solver.problem import AWAY, Item, Move, Problem, Tier
+from jdelta._src.solver.solution import Solution
 
 SAVE_, OFFLOAD_, RECOMPUTE_ = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
 SPILL_ = Decision.SPILL

@@ -19,9 +19,9 @@ from jdelta._items import items_of
 from jdelta._peak import stored_sizes, timeline
 from jdelta._pins import NO_PINS, Pins
 from jdelta._residual import residuals
-from jdelta._solver import Knapsack
 from jdelta._src.decision import Decision
 from jdelta._src.program.graph import graph_of
+from jdelta._src.solver import Knapsack
 from jdelta._table import rows
 from jdelta._target import published, resolve
 from jdelta._trace import trace

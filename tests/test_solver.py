@@ -29,10 +29,10 @@ from solver_problems import (
     tiered,
 )
 
-from jdelta._problem import Item, Move, Problem, Tier
-from jdelta._solution import Outcome
-from jdelta._solver import Knapsack, Milp, Solver
-from jdelta._validate import validate
+from jdelta._src.solver import Knapsack, Milp, Solver
+from jdelta._src.solver.problem import Item, Move, Problem, Tier
+from jdelta._src.solver.solution import Outcome
+from tests.solver_validate import validate
 
 EXACT = Milp(mip_rel_gap=0.0)
 BOTH = [Knapsack(), EXACT]

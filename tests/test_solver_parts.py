@@ -22,11 +22,11 @@ from solver_problems import (
     tiered,
 )
 
-from jdelta._problem import AWAY, Item, Problem
-from jdelta._solver.chains import Chains
-from jdelta._solver.director import DECISIONS, FREE, MOVED, RECOMPUTE, SAVE, Director, code_of
-from jdelta._solver.filter import Corner, Exits, Filter
-from jdelta._solver.release import Release
+from jdelta._src.solver.chains import Chains
+from jdelta._src.solver.director import DECISIONS, FREE, MOVED, RECOMPUTE, SAVE, Director, code_of
+from jdelta._src.solver.filter import Corner, Exits, Filter
+from jdelta._src.solver.problem import AWAY, Item, Problem
+from jdelta._src.solver.release import Release
 
 OFFLOAD, SPILL = map(code_of, AWAY)
 

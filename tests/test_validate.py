@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from solver_problems import MANY, files, host, problems, ways
 
-from jdelta._problem import Item, Move, Problem
-from jdelta._solution import Outcome, Solution
 from jdelta._src.decision import Decision
-from jdelta._validate import validate
+from jdelta._src.solver.problem import Item, Move, Problem
+from jdelta._src.solver.solution import Outcome, Solution
+from tests.solver_validate import validate
 
 SAVE, OFFLOAD, SPILL = Decision.SAVE, Decision.OFFLOAD, Decision.SPILL
 MOVES = (Move(OFFLOAD, 1.0, 1.0, 4.0), Move(SPILL, 3.0, 2.0, 5.0))

@@ -4,9 +4,9 @@ import abc
 import math
 from collections.abc import Iterator
 
-from jdelta._problem import AWAY, Item, Problem
-from jdelta._solution import Outcome, Solution
 from jdelta._src.decision import Decision
+from jdelta._src.solver.problem import AWAY, Item, Problem
+from jdelta._src.solver.solution import Outcome, Solution
 
 
 class Solver(abc.ABC):

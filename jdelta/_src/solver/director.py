@@ -6,8 +6,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from jdelta._problem import AWAY, Item, Move, Problem, Tier
 from jdelta._src.decision import Decision
+from jdelta._src.solver.problem import AWAY, Item, Move, Problem, Tier
 
 Codes = npt.NDArray[np.int8]
 """Decisions as small integers, indices of ``DECISIONS``."""

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy
 
-from jdelta._problem import Item
-from jdelta._solver.director import FREE, MOVED, RECOMPUTE, SAVE, Codes, Numbers, code_of
 from jdelta._src.decision import Decision
+from jdelta._src.solver.director import FREE, MOVED, RECOMPUTE, SAVE, Codes, Numbers, code_of
+from jdelta._src.solver.problem import Item
 
 _FLOW = 2**30
 """All recompute seconds together, in the integer units of the flow."""

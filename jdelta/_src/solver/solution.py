@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jdelta._problem import Problem
 from jdelta._src.decision import Decision
+from jdelta._src.solver.problem import Problem
 
 
 class Outcome(enum.Enum):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jdelta._solver.director import FREE, Codes, Director, Numbers
+from jdelta._src.solver.director import FREE, Codes, Director, Numbers
 
 _REFINED = 64
 """Capacities below this part of the largest are left as they are: nobody trains there."""

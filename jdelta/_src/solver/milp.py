@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import scipy  # imports its parts when they are first used, which takes long
 
-from jdelta._problem import Problem
-from jdelta._solution import Outcome, Solution
-from jdelta._solver.base import Solver
 from jdelta._src.decision import Decision
+from jdelta._src.solver.base import Solver
+from jdelta._src.solver.problem import Problem
+from jdelta._src.solver.solution import Outcome, Solution
 
 _CUTS, _ROUNDING = 8, 2e-6
 """How often a solution that is over a capacity is cut off before the capacities are lowered, and by

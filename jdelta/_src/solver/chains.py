@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from jdelta._problem import Item
+from jdelta._src.solver.problem import Item
 
 
 class Chains:

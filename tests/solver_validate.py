@@ -6,9 +6,9 @@ pass reads, where ``Problem.recomputed`` sweeps the items in reverse: the two ha
 
 import math
 
-from jdelta._problem import Problem, Tier
-from jdelta._solution import Solution
 from jdelta._src.decision import Decision
+from jdelta._src.solver.problem import Problem, Tier
+from jdelta._src.solver.solution import Solution
 
 
 def validate(problem: Problem, solution: Solution) -> list[str]:

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jdelta._problem import Item, Problem, Tier
-from jdelta._solver.chains import Chains
-from jdelta._solver.director import MOVED, RECOMPUTE, SAVE, Codes, Numbers, code_of
-from jdelta._solver.frontier import Frontier, Gap, descending
+from jdelta._src.solver.chains import Chains
+from jdelta._src.solver.director import MOVED, RECOMPUTE, SAVE, Codes, Numbers, code_of
+from jdelta._src.solver.frontier import Frontier, Gap, descending
+from jdelta._src.solver.problem import Item, Problem, Tier
 
 _CORE, _COPIES, _SUMS, _BEST = 24, 4, 512, 128
 """Moves combined; how many of them may be equal; combinations kept; states proposed."""

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jdelta._problem import AWAY, Problem
-from jdelta._solution import Outcome, Solution
-from jdelta._solver.base import Solver
-from jdelta._solver.chains import Chains
-from jdelta._solver.director import DECISIONS, FREE, RECOMPUTE, SAVE, Codes, Director
-from jdelta._solver.exchange import Exchange
-from jdelta._solver.filter import Exits, Filter
-from jdelta._solver.frontier import Frontier
-from jdelta._solver.release import Release
 from jdelta._src.decision import Decision
+from jdelta._src.solver.base import Solver
+from jdelta._src.solver.chains import Chains
+from jdelta._src.solver.director import DECISIONS, FREE, RECOMPUTE, SAVE, Codes, Director
+from jdelta._src.solver.exchange import Exchange
+from jdelta._src.solver.filter import Exits, Filter
+from jdelta._src.solver.frontier import Frontier
+from jdelta._src.solver.problem import AWAY, Problem
+from jdelta._src.solver.release import Release
+from jdelta._src.solver.solution import Outcome, Solution
 
 _STEP = 1e-6
 """Part of all recompute seconds by which a state must be better than another to count."""
