@@ -12,7 +12,6 @@ import jdelta
 from benchmarks.models import Case
 from benchmarks.record import Row
 from jdelta._call import call_of
-from jdelta._chips import Rates
 from jdelta._cost import program_seconds
 from jdelta._emit import Step, emit
 from jdelta._hlo import Computation, Instruction, Module, parse
@@ -23,9 +22,10 @@ from jdelta._overlap import Overlap, read_overlap
 from jdelta._planned import step_of
 from jdelta._policy import Policy
 from jdelta._src._jax.sharding import shardings_of
+from jdelta._src.backends.chips import Rates
+from jdelta._src.backends.target import Target, resolve
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.hlo_names import NOTHING, Computed
-from jdelta._target import Target, resolve
 from jdelta._trace import Trace, trace, walk
 
 PER_CYCLE = {"tpu:v5e:2x2": 4 * 2 * 128 * 128, "tpu:v5p:2x2x1": 8 * 2 * 128 * 128}

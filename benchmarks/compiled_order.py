@@ -22,7 +22,7 @@ from benchmarks.order import NAMES, adam_step
 from benchmarks.record import Row, mib, share
 from jdelta._measure import measure
 from jdelta._schedule import of_text
-from jdelta._target import resolve
+from jdelta._src.backends.target import resolve
 
 TARGETS = ("cuda:h100", "tpu:v5e:2x2")
 HEADS = [

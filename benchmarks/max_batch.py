@@ -21,8 +21,8 @@ import jax
 from benchmarks import cases, policies, record, steps
 from benchmarks.record import Row
 from jdelta._largest import bisected
+from jdelta._src.backends.target import resolve
 from jdelta._src.budget import parse_budget
-from jdelta._target import resolve
 
 STEPS = (
     "resnet50",

@@ -23,7 +23,7 @@ import jdelta
 from benchmarks import record
 from benchmarks.package_steps import BUILDERS, PackageStep
 from benchmarks.record import Row, mib
-from jdelta._target import resolve
+from jdelta._src.backends.target import resolve
 
 TARGETS = ("cpu", "tpu:v5e:2x2", "cuda:h100")
 RIGHT = 1e-4

@@ -26,7 +26,7 @@ from benchmarks import cases, record
 from benchmarks.budgets import HEADS, cells
 from benchmarks.models import Case, build
 from benchmarks.record import Row
-from jdelta._target import resolve
+from jdelta._src.backends.target import resolve
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from jdelta._residual import Residual, needed_inputs, residuals, with_consumers
 from jdelta._src import _jax
+from jdelta._src.backends.target import Target
 from jdelta._src.program.graph import Graph, Operation, Value
 from jdelta._src.program.loop_nest import OUTSIDE, Nest
 from jdelta._src.program.names import RegionName
 from jdelta._src.program.primitives import CHEAP, FREE
-from jdelta._target import Target
 from jdelta._trace import Trace
 
 INPUT_OF_REGION = "input"

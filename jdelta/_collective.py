@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from jdelta._chips import Rates
 from jdelta._src._jax.sharding import Axis, Spec, parts
+from jdelta._src.backends.chips import Rates
 from jdelta._src.program.graph import RESHARD, Graph, Operation, Value
 from jdelta._src.program.primitives import CHEAP, EXPENSIVE
 

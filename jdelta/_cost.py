@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 from jax.lax import Precision
 
-from jdelta._chips import Rates, product_kind
 from jdelta._collective import collective_seconds
 from jdelta._fusion import Compiler, storage
 from jdelta._src._jax import scan_counts
+from jdelta._src.backends.chips import Rates, product_kind
 from jdelta._src.program.graph import Graph, Operation, graph_of
 from jdelta._src.program.primitives import BITS, MATMULS
 from jdelta._traffic import moved_bytes, spared_reads, stacked_bytes

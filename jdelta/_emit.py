@@ -27,13 +27,13 @@ from jdelta._spilling import Spilling, spilled
 from jdelta._src import _jax
 from jdelta._src._jax import Jaxpr
 from jdelta._src._jax.sharding import Shardings, shardings_of
+from jdelta._src.backends.target import Target, is_on_host
 from jdelta._src.errors import OffloadError, PlanMismatchError
 from jdelta._src.format import format_some
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.hlo_names import NOTHING, Computed
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.program.names import RegionName
-from jdelta._target import Target, is_on_host
 from jdelta._timing import is_timed, timed
 from jdelta._updates import updated_in_loops
 

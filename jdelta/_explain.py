@@ -10,12 +10,12 @@ from jdelta._files import to_files
 from jdelta._items import Items, items_of
 from jdelta._pins import NO_PINS, fitting
 from jdelta._residual import Residual
+from jdelta._src.backends.target import Target, published
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
 from jdelta._src.format import format_array, format_bytes, format_seconds, format_some
 from jdelta._src.solver import Knapsack
 from jdelta._table import NO_ROWS, Row, rows
-from jdelta._target import Target, published
 from jdelta._ways import offload_refusal
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from jdelta._residual import Residual
 from jdelta._spill import Spill, SpillRates
+from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
-from jdelta._target import Target
 from jdelta._ways import Way
 
 

@@ -15,10 +15,10 @@ from jdelta._host import buffers
 from jdelta._overlap import NO_TRANSFERS, Overlap, read_overlap
 from jdelta._spill.library import WRITE
 from jdelta._src import cache
+from jdelta._src.backends.target import Target
 from jdelta._src.program.hlo_names import NOTHING, Computed
 from jdelta._src.versions import COMPILERS, version
 from jdelta._stride import forward_fetches
-from jdelta._target import Target
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REFUSAL = re.compile(

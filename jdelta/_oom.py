@@ -17,11 +17,11 @@ from jdelta._jitted import OPTIONS, jitted
 from jdelta._peak import Timeline, timeline
 from jdelta._plan import Plan
 from jdelta._planning import plan
+from jdelta._src.backends.target import resolve
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.format import format_array, format_bytes, format_seconds
 from jdelta._src.program.graph import labels
 from jdelta._table import NUMBERED, aligned
-from jdelta._target import resolve
 from jdelta._trace import Trace, trace
 
 _SHOWN = 12

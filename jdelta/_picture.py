@@ -15,9 +15,9 @@ from jdelta._hlo import parse
 from jdelta._overlap import Span, read_lanes
 from jdelta._peak import Timeline, body_timeline, timeline
 from jdelta._planned import compiled, step_of
+from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
 from jdelta._src.program.graph import labels
-from jdelta._target import Target
 
 if TYPE_CHECKING:
     from jdelta._plan import Plan

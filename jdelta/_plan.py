@@ -27,10 +27,10 @@ from jdelta._report import page
 from jdelta._residual import Residual
 from jdelta._rok import RokPoint
 from jdelta._spill import Spill, SpillRates, Store, by_callback
+from jdelta._src.backends.target import attached
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, PlanMismatchError, SpillError, TargetError
 from jdelta._table import format_table, rows, summary
-from jdelta._target import attached
 
 _NO_PLANS: Mapping[str, Any] = MappingProxyType({})
 

@@ -30,6 +30,7 @@ from jdelta._region import Grouping
 from jdelta._residual import Residual
 from jdelta._spill import Spill, SpillRates, Store, agreed_rates, by_callback
 from jdelta._spilled import check_handlers
+from jdelta._src.backends.target import Target, is_on_host, resolve
 from jdelta._src.budget import parse_budget, parse_host_budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, BudgetError
@@ -37,7 +38,6 @@ from jdelta._src.format import format_bytes, format_some
 from jdelta._src.solver import Knapsack, Milp, Solver
 from jdelta._src.solver.solution import Outcome
 from jdelta._src.versions import versions
-from jdelta._target import Target, is_on_host, resolve
 from jdelta._trace import Trace, own_errors_only, trace
 from jdelta._verify import Limits, verify
 from jdelta._ways import Way

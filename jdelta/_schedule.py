@@ -23,9 +23,9 @@ from jdelta._order import (
     problem_of,
 )
 from jdelta._src._jax.sharding import shardings_of
+from jdelta._src.backends.target import is_on_host, resolve
 from jdelta._src.format import format_bytes
 from jdelta._src.program.graph import Graph, graph_of
-from jdelta._target import is_on_host, resolve
 
 _SHOWN = 8
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from jdelta._residual import Residual
 from jdelta._spill import try_out
+from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
 from jdelta._src.errors import SpillError
 from jdelta._src.format import format_bytes, format_some
-from jdelta._target import Target
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdelta._chips import Rates
 from jdelta._gradients import Gradients, has_regions, start, tie, without_growth
 from jdelta._loop_gradients import with_gradients_in_place
 from jdelta._pipeline import (
@@ -52,6 +51,7 @@ from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
 from jdelta._src._jax.sharding import UNSHARDED, Shardings
 from jdelta._src._jax.transfers import is_host
+from jdelta._src.backends.chips import Rates
 from jdelta._src.program.primitives import MATMULS
 from jdelta._src.program.scan import Scan
 from jdelta._stacks import IN_TURN, Stacks

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jdelta._residual import Residual
+from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
 from jdelta._src.solver.problem import Move, Tier
-from jdelta._target import Target
 
 HIDING = 0.8
 """Share of the compute of units with offload that is expected to hide transfers."""

@@ -9,8 +9,8 @@ from jdelta._pins import NO_PINS
 from jdelta._policy import Policy
 from jdelta._region import AS_WRITTEN, Session
 from jdelta._residual import residuals
+from jdelta._src.backends.target import resolve
 from jdelta._src.solver import Knapsack
-from jdelta._target import resolve
 from jdelta._trace import trace
 
 

@@ -16,8 +16,8 @@ from jdelta._items import items_of
 from jdelta._pins import Pins
 from jdelta._residual import residuals
 from jdelta._search import Search
+from jdelta._src.backends.target import resolve
 from jdelta._src.solver import Knapsack
-from jdelta._target import resolve
 from jdelta._trace import trace
 from tests.planning import decided, under
 from tests.rules import bell, soft

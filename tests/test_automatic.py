@@ -17,7 +17,7 @@ from jdelta._plain_inputs import with_plain_inputs
 from jdelta._region import Session
 from jdelta._segments import bytes_held, loss_begins, segments
 from jdelta._src import _jax
-from jdelta._target import resolve
+from jdelta._src.backends.target import resolve
 from tests.compilers import TARGETS, needs_cuda
 from tests.frameworks import FORMS, STEPS
 from tests.planning import planned, under

@@ -30,10 +30,10 @@ from jdelta._policy import Policy
 from jdelta._residual import residuals
 from jdelta._src import _jax
 from jdelta._src._jax.sharding import Axis, local_shape, shardings_of
+from jdelta._src.backends.target import resolve
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.loop_nest import walk
 from jdelta._stacks import _Kind, _kind
-from jdelta._target import resolve
 from jdelta._timing import timed
 from jdelta._trace import trace
 from tests.frameworks import mean_square

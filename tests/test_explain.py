@@ -65,7 +65,7 @@ def test_no_compiler_is_needed_to_explain(tmp_path, plan, monkeypatch):
     plan.save(str(record))
     text = record.read_text().replace('"target": "cpu"', '"target": "cuda:h100:1x1x8"')
     record.write_text(text)
-    monkeypatch.setattr("jdelta._target.topology_devices", None)
+    monkeypatch.setattr("jdelta._src.backends.target.topology_devices", None)
     (found, *_) = jdelta.load(str(record)).explain("*/mlpwi")
     assert found.transfers is not None or found.refusal
 
@@ -109,7 +109,7 @@ def test_oom_says_what_would_help():
 
 
 def test_oom_where_no_plan_fits(monkeypatch):
-    monkeypatch.setattr("jdelta._target._memory", lambda _: 8 << 20)
+    monkeypatch.setattr("jdelta._src.backends.target._memory", lambda _: 8 << 20)
     found = jdelta.explain_oom(small.step, *small.make_args(1 << 16), target="cpu")
     assert found.plan is None
     assert found.floor is not None
@@ -119,7 +119,7 @@ def test_oom_where_no_plan_fits(monkeypatch):
 
 
 def test_oom_where_a_plan_fits(monkeypatch):
-    monkeypatch.setattr("jdelta._target._memory", lambda _: 56 << 20)
+    monkeypatch.setattr("jdelta._src.backends.target._memory", lambda _: 56 << 20)
     found = jdelta.explain_oom(small.step, *small.make_args(4096), target="cpu")
     assert found.needed > found.memory
     assert found.plan is not None

@@ -16,8 +16,8 @@ from jdelta._policy import Policy
 from jdelta._region import Grouping
 from jdelta._residual import residuals
 from jdelta._src import _jax
+from jdelta._src.backends.target import resolve
 from jdelta._src.program.loop_nest import Nest
-from jdelta._target import resolve
 from jdelta._trace import trace
 from tests.compilers import TARGETS, needs_cuda
 from tests.frameworks import LAYERS, STEPS, block, mean_square, plain

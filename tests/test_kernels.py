@@ -20,15 +20,15 @@ from jax.experimental import pallas as pl
 import jdelta
 from jdelta import Decision
 from jdelta._automatic import with_regions
-from jdelta._chips import Rates
 from jdelta._cost import operation_seconds
 from jdelta._emit import Step, emit
 from jdelta._fusion import Compiler, storage
 from jdelta._policy import Policy
 from jdelta._residual import residuals
+from jdelta._src.backends.chips import Rates
+from jdelta._src.backends.target import resolve
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.loop_nest import walk
-from jdelta._target import resolve
 from jdelta._trace import trace
 from jdelta._ways import offload_refusal
 from tests.planning import decided, under

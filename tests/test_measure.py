@@ -15,7 +15,7 @@ from compilers import needs_cuda
 from jdelta import _measure
 from jdelta._measure import measure, needed_bytes
 from jdelta._src import cache
-from jdelta._target import Target, resolve
+from jdelta._src.backends.target import Target, resolve
 
 MIB = 2**20
 
@@ -322,7 +322,7 @@ def test_another_process_finds_the_same_record():
     script = """
         import jax, jax.numpy as jnp
         from jdelta._measure import measure
-        from jdelta._target import resolve
+        from jdelta._src.backends.target import resolve
         target = resolve("tpu:v5e")
         shape = jax.ShapeDtypeStruct((128, 128), jnp.float32, sharding=target.sharding())
         def step(x):

@@ -13,7 +13,7 @@ import jdelta
 from jdelta import BudgetError, Decision, PlanMismatchError, TargetError
 from jdelta._measure import measure
 from jdelta._policy import Policy
-from jdelta._target import resolve
+from jdelta._src.backends.target import resolve
 from tests import small
 from tests.versions import fails_in_jax_0_10_with_remat3
 

@@ -17,12 +17,12 @@ from jsonschema import Draft202012Validator
 import jdelta
 from jdelta import Decision, PlanMismatchError, SpillError, TargetError
 from jdelta._call import call_of, described
-from jdelta._chips import Chip
 from jdelta._jitted import jitted
 from jdelta._plan_file import VERSION
 from jdelta._planned import recompiled
+from jdelta._src.backends.chips import Chip
+from jdelta._src.backends.target import resolve
 from jdelta._src.versions import versions
-from jdelta._target import resolve
 from tests import small
 from tests.compilers import TARGETS
 from tests.parallel import PARALLEL
@@ -296,9 +296,9 @@ def test_a_plan_made_ahead_of_time_runs_once_the_devices_are_there(half, path, m
     chip = Chip(kind, 2**34, resolve("cpu").rates, "1x1", "")
     ahead = dataclasses.replace(jdelta.load(path), target="cpu:here:1x1")
     other = dataclasses.replace(chip, kind="another")
-    monkeypatch.setattr(jdelta._target, "CHIPS", {"cpu": {"here": other}})
+    monkeypatch.setattr(jdelta._src.backends.target, "CHIPS", {"cpu": {"here": other}})
     with pytest.raises(TargetError, match="cpu:here:1x1, which is not attached"):
         ahead.jit(step)
-    monkeypatch.setattr(jdelta._target, "CHIPS", {"cpu": {"here": chip}})
+    monkeypatch.setattr(jdelta._src.backends.target, "CHIPS", {"cpu": {"here": chip}})
     assert ahead.jit(step)(*arguments())[1] == half.jit()(*arguments())[1]
     assert Decision.RECOMPUTE in ahead.decisions.values()

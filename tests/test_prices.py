@@ -12,13 +12,13 @@ from compilers import needs_cuda
 from jax import lax
 from jax.extend.core import Primitive
 
-from jdelta._chips import CHIPS, Rates
 from jdelta._cost import program_seconds
 from jdelta._fusion import Compiler
 from jdelta._hlo import parse
 from jdelta._hlo_cost import products
+from jdelta._src.backends.chips import CHIPS, Rates
+from jdelta._src.backends.target import resolve
 from jdelta._src.program.graph import graph_of
-from jdelta._target import resolve
 from jdelta._work import how_priced, is_free, work
 
 FOREIGN = frozenset({"buffer_callback", "ffi_call", "io_callback", "pure_callback"})

@@ -17,8 +17,8 @@ from jdelta._items import items_of
 from jdelta._pins import Pins
 from jdelta._policy import Policy
 from jdelta._residual import residuals
+from jdelta._src.backends.target import resolve
 from jdelta._src.decision import Decision
-from jdelta._target import resolve
 from jdelta._timing import TIMED, is_timed, timed
 from jdelta._trace import trace
 from tests.planning import under

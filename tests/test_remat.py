@@ -762,7 +762,7 @@ PROGRAM = """
 import jax, jdelta, sys
 from benchmarks.models import build
 from jdelta._residual import residuals
-from jdelta._target import resolve
+from jdelta._src.backends.target import resolve
 from jdelta._trace import trace
 case = build("gpt2", small=True, scan=True, remat=jdelta.remat)
 found = trace(case.step, case.state, case.batch)

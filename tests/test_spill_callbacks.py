@@ -18,7 +18,7 @@ from jdelta import Decision, SpillError, _spilling
 from jdelta._files import to_files
 from jdelta._residual import residuals
 from jdelta._spill import SpillRates, by_callback, callbacks
-from jdelta._target import published
+from jdelta._src.backends.target import published
 from jdelta._trace import trace
 
 DEVICES = 2

@@ -18,7 +18,7 @@ from jdelta import SpillError
 from jdelta._spill import Spill, SpillRates, _build, trial
 from jdelta._spill.callbacks import SPOILED
 from jdelta._spilled import check_handlers
-from jdelta._target import resolve
+from jdelta._src.backends.target import resolve
 from tests.compilers import needs_cuda
 from tests.gpu import Gpu, step
 from tests.spilling import Device, flow, network, open_store

@@ -24,10 +24,10 @@ from jdelta._files import Scope, hidden_scopes, to_files
 from jdelta._items import items_of
 from jdelta._pins import NO_PINS, Pins
 from jdelta._spill import SpillRates, rates_of, write
+from jdelta._src.backends.target import resolve
 from jdelta._src.format import format_bytes
 from jdelta._src.program.hlo_names import RECOMPUTE
 from jdelta._src.program.names import RegionName
-from jdelta._target import resolve
 from jdelta._trace import trace
 from tests.frameworks import FORMS, LAYERS, STEPS
 from tests.parallel import PARALLEL

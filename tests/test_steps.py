@@ -24,11 +24,11 @@ from jdelta._pins import NO_PINS
 from jdelta._policy import Policy
 from jdelta._residual import residuals
 from jdelta._src import _jax
+from jdelta._src.backends.target import resolve
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.program.primitives import MATMULS
 from jdelta._src.solver import Knapsack, Milp
-from jdelta._target import resolve
 from jdelta._trace import trace
 from tests.planning import planned, under
 

@@ -14,10 +14,10 @@ import pytest
 from compilers import needs_cuda
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jdelta import _rates, _target
-from jdelta._chips import CHIPS, Rates, chip_of
+from jdelta._src.backends import rates, target
+from jdelta._src.backends.chips import CHIPS, Rates, chip_of
+from jdelta._src.backends.target import resolve
 from jdelta._src.errors import TargetError
-from jdelta._target import resolve
 
 RATES = Rates(
     matmul=(("bfloat16", 4.0), ("float16", 3.0), ("float32", 2.0), ("float32 highest", 1.0)),
@@ -35,14 +35,14 @@ def timed(tmp_path, monkeypatch):
     """Replaces timing by fixed figures and tells which devices were timed."""
     monkeypatch.setenv("JDELTA_CACHE_DIR", str(tmp_path))
     devices = []
-    monkeypatch.setattr(_rates, "_timed", lambda device: devices.append(device) or RATES)
+    monkeypatch.setattr(rates, "_timed", lambda device: devices.append(device) or RATES)
     return devices
 
 
 def python(script, **environment):
     """Runs a script in a process of its own, warnings being errors."""
     kept = {name: value for name, value in os.environ.items() if name[:3] not in ("JAX", "TPU")}
-    path = str(Path(_target.__file__).parents[1])
+    path = str(Path(target.__file__).parents[1])
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
         env={**kept, "PYTHONPATH": path, **environment},
@@ -133,12 +133,12 @@ def test_damaged_rates_are_measured_again(timed, tmp_path, damage):
 
 def test_published_rates_fill_what_was_not_measured():
     published = dataclasses.replace(RATES, matmul=(("float32", 100.0), ("int8", 9.0)))
-    known = dict(_rates.measured_rates(jax.devices("cpu")[0], published).matmul)
+    known = dict(rates.measured_rates(jax.devices("cpu")[0], published).matmul)
     assert (known["float32"], known["int8"]) == (2.0, 9.0)
 
 
 def test_products_of_higher_precision_have_rates_of_their_own():
-    tpu, gpu = (_target.published(name).rates for name in ("tpu:v5e", "cuda:h100"))
+    tpu, gpu = (target.published(name).rates for name in ("tpu:v5e", "cuda:h100"))
     assert tpu.flops("float32 highest") == pytest.approx(197e12 / 6)
     assert tpu.flops("float32 high") == pytest.approx(197e12 / 3)
     assert gpu.flops("float32 highest") == gpu.vector < gpu.flops("float32")
@@ -149,10 +149,10 @@ def test_products_of_higher_precision_have_rates_of_their_own():
 @pytest.mark.parametrize("asked", ["default", "highest"])
 def test_rates_do_not_depend_on_the_precision_that_is_set(asked, monkeypatch):
     seen = []
-    monkeypatch.setattr(_rates, "_seconds", lambda call: seen.append(jax.make_jaxpr(call)()) or 1.0)
+    monkeypatch.setattr(rates, "_seconds", lambda call: seen.append(jax.make_jaxpr(call)()) or 1.0)
     with jax.default_matmul_precision(asked):
         for kind in ("float32", "float32 highest"):
-            _rates._matmul(jax.devices("cpu")[0], _rates._CPU, kind)
+            rates._matmul(jax.devices("cpu")[0], rates._CPU, kind)
     by_default, highest = map(str, seen)
     assert "HIGHEST" not in by_default
     assert "HIGHEST" in highest
@@ -160,9 +160,9 @@ def test_rates_do_not_depend_on_the_precision_that_is_set(asked, monkeypatch):
 
 def test_measuring_covers_every_rate(monkeypatch):
     monkeypatch.undo()
-    sizes = _rates._Sizes(matrix=32, chain=1, array=2**14, registers=2**12, each=8)
-    monkeypatch.setattr(_rates, "_CPU", sizes)
-    rates = _rates._timed(jax.devices("cpu")[0])
+    sizes = rates._Sizes(matrix=32, chain=1, array=2**14, registers=2**12, each=8)
+    monkeypatch.setattr(rates, "_CPU", sizes)
+    rates = rates._timed(jax.devices("cpu")[0])
     assert all(rate > 0 for _, rate in rates.matmul)
     assert min(dataclasses.astuple(rates)[1:]) > 0
 
@@ -187,8 +187,8 @@ def test_kinds_of_the_table_are_found():
 )
 def test_offload_is_refused_where_gpus_miscompile_it(monkeypatch, jaxlib, refused):
     monkeypatch.setattr(importlib.metadata, "version", lambda package: jaxlib)
-    assert bool(_target._offload_refusal("cuda")) is refused
-    assert _target._offload_refusal("tpu") is None
+    assert bool(target._offload_refusal("cuda")) is refused
+    assert target._offload_refusal("tpu") is None
 
 
 # Where arguments stand
@@ -304,7 +304,7 @@ def test_gpu_memory_follows_the_share_that_jax_takes(monkeypatch):
 def test_tpu_compiler_loads_silently_and_late():
     script = """
         import os, pathlib
-        from jdelta._target import resolve
+        from jdelta._src.backends.target import resolve
         maps = pathlib.Path("/proc/self/maps")
         before = "libtpu.so" in maps.read_text(), "TPU_WORKER_HOSTNAMES" in os.environ
         resolve("tpu:v5e")
@@ -324,7 +324,7 @@ def test_cuda_compiler_works_beside_the_cpu_in_either_order(first, environment):
     script = f"""
         import os
         import jax, jax.numpy as jnp
-        from jdelta._target import resolve
+        from jdelta._src.backends.target import resolve
         level = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
         if {first!r} == "cpu":
             jnp.ones(3).block_until_ready()

@@ -24,7 +24,7 @@ from jdelta._policy import Policy
 from jdelta._region import Session
 from jdelta._src import _jax
 from jdelta._src._jax import transfers
-from jdelta._target import resolve
+from jdelta._src.backends.target import resolve
 from jdelta._timing import HEAD, IN_FLIGHT, _Timing, timed
 from jdelta._trace import trace
 

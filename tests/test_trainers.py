@@ -16,8 +16,8 @@ from jdelta._boundary import with_boundaries
 from jdelta._emit import Step, emit
 from jdelta._residual import residuals
 from jdelta._src import _jax
+from jdelta._src.backends.target import resolve
 from jdelta._src.program.loop_nest import Nest
-from jdelta._target import resolve
 from jdelta._trace import trace
 from tests.frameworks import LAYERS, mean_square
 from tests.planning import planned, under

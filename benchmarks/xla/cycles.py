@@ -17,7 +17,7 @@ from benchmarks import cases, record
 from benchmarks.record import Row
 from jdelta._hlo import parse
 from jdelta._overlap import read_overlap
-from jdelta._target import resolve
+from jdelta._src.backends.target import resolve
 
 TARGETS = tuple(cases.PER_CYCLE)
 PRODUCTS = {

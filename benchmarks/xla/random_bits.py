@@ -23,8 +23,8 @@ import jax
 
 from benchmarks import cases, record
 from benchmarks.record import Row
+from jdelta._src.backends.target import resolve
 from jdelta._src.program.graph import graph_of
-from jdelta._target import resolve
 
 TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1", "tpu:v6e:2x2", "cuda:a100", "cuda:h100")
 CORES = {"tpu:v5p:2x2x1": 2}

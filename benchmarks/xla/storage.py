@@ -22,8 +22,8 @@ from rich.table import Table
 from jdelta._fusion import Compiler
 from jdelta._measure import measure
 from jdelta._peak import timeline
+from jdelta._src.backends.target import resolve
 from jdelta._src.program.graph import graph_of
-from jdelta._target import resolve
 
 F32 = jnp.float32
 

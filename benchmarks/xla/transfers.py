@@ -3,7 +3,7 @@
 The unrolled stack is 16 layers with two float32 residuals of 64 MiB each, all offloaded; the loop
 is six iterations of a layer with one small residual after much compute. Each row is one way to say
 when transfers happen. Temporaries and host bytes are the compiler's, ahead of time; what is hidden
-is read off its schedule at the rates of `jdelta/_chips.py`.
+is read off its schedule at the rates of `jdelta/_src/backends/chips.py`.
 
     python -m benchmarks.xla.transfers --json transfers.json
 
@@ -22,7 +22,7 @@ from jax import lax
 from benchmarks import record
 from benchmarks.record import Row, mib, share
 from jdelta._measure import measure
-from jdelta._target import resolve
+from jdelta._src.backends.target import resolve
 
 LAYERS, ROWS, WIDTH = 16, 16384, 1024
 TARGETS = ("tpu:v5e:2x2", "cuda:h100")

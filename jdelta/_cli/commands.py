@@ -15,9 +15,9 @@ from jdelta._cli.output import Answer, Block
 from jdelta._plan import Plan
 from jdelta._planned import recompiled
 from jdelta._planning import plan
+from jdelta._src.backends.target import names, published
 from jdelta._src.format import format_bytes, format_seconds
 from jdelta._table import HEAD, rows, shown, summary_lines, text_cells
-from jdelta._target import names, published
 
 Options = argparse.Namespace
 

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdelta._rates import Device
 from jdelta._spill.errors import named_errors
 from jdelta._spill.ops import read, write
 from jdelta._spill.options import Spill
 from jdelta._spill.store import Store
+from jdelta._src.backends.rates import Device
 from jdelta._src.errors import SpillError
 
 ROWS = 5

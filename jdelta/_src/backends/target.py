@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jdelta._chips import CHIPS, Rates, chip_of
-from jdelta._rates import Device, measured_rates
 from jdelta._src import _jax
+from jdelta._src.backends.chips import CHIPS, Rates, chip_of
+from jdelta._src.backends.rates import Device, measured_rates
+from jdelta._src.backends.topology import topology_devices
 from jdelta._src.errors import TargetError
 from jdelta._src.versions import version
-from jdelta._topology import topology_devices
 
 _HOST = "pinned_host"
 

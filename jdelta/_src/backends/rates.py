@@ -15,8 +15,8 @@ from jax.experimental import multihost_utils
 from jax.lax import Precision
 from jax.sharding import SingleDeviceSharding
 
-from jdelta._chips import Rates
 from jdelta._src import cache
+from jdelta._src.backends.chips import Rates
 from jdelta._src.versions import version
 
 Device: TypeAlias = Any

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 import jax
 from jax.experimental import topologies
 
-from jdelta._chips import CHIPS
-from jdelta._rates import Device
+from jdelta._src.backends.chips import CHIPS
+from jdelta._src.backends.rates import Device
 from jdelta._src.errors import TargetError
 
 # What libtpu looks for on a TPU machine. Elsewhere it asks the network and complains on stderr.

@@ -1,0 +1,1 @@
+"""What a plan is made for: chips, targets, topologies, rates."""
