@@ -15,9 +15,7 @@ from jax.sharding import Mesh
 from jdelta import _rows
 from jdelta._automatic import tracing
 from jdelta._forward_first import with_forward_first
-from jdelta._fusion import Compiler
 from jdelta._narrow import with_narrow_as_they_are
-from jdelta._peak import Timeline, timeline
 from jdelta._plain_inputs import with_plain_inputs
 from jdelta._policy import Policy
 from jdelta._region import AS_WRITTEN, Grouping, Session
@@ -29,6 +27,8 @@ from jdelta._src._jax import Jaxpr
 from jdelta._src._jax.sharding import Shardings, shardings_of
 from jdelta._src.backends.target import Target, is_on_host
 from jdelta._src.errors import OffloadError, PlanMismatchError
+from jdelta._src.estimate.buffers import Compiler
+from jdelta._src.estimate.memory import Timeline, timeline
 from jdelta._src.format import format_some
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.hlo_names import NOTHING, Computed

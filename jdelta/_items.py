@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jdelta._fusion import Compiler
 from jdelta._pins import Pins, pinned
 from jdelta._residual import Residual
 from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, OffloadError, SpillError
+from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.format import format_bytes, format_some
 from jdelta._src.program.graph import Value
 from jdelta._src.solver.problem import AWAY, Item, Move, Problem, Tier

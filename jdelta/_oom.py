@@ -12,13 +12,13 @@ import jax
 
 from jdelta._call import Call, call_of
 from jdelta._emit import Step, fixed_bytes, local_bytes
-from jdelta._fusion import Compiler
 from jdelta._jitted import OPTIONS, jitted
-from jdelta._peak import Timeline, timeline
 from jdelta._plan import Plan
 from jdelta._planning import plan
 from jdelta._src.backends.target import resolve
 from jdelta._src.errors import BudgetError, TraceError
+from jdelta._src.estimate.buffers import Compiler
+from jdelta._src.estimate.memory import Timeline, timeline
 from jdelta._src.format import format_array, format_bytes, format_seconds
 from jdelta._src.program.graph import labels
 from jdelta._table import NUMBERED, aligned

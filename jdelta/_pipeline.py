@@ -20,11 +20,11 @@ from typing import Any
 import jax
 from jax import lax
 
-from jdelta._cost import program_seconds
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
 from jdelta._src._jax.sharding import UNSHARDED, Shardings, parts_of
 from jdelta._src.backends.chips import Rates
+from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.primitives import LOOPS, MATMULS
 from jdelta._src.program.scan import Scan, operands_on_path

@@ -17,7 +17,6 @@ from jdelta import _reordered
 from jdelta._call import Call, call_of, described
 from jdelta._candidate import Found
 from jdelta._compiles import History
-from jdelta._cost import program_seconds
 from jdelta._deferred import DeferredPlan
 from jdelta._emit import Step
 from jdelta._files import to_files
@@ -34,6 +33,7 @@ from jdelta._src.backends.target import Target, is_on_host, resolve
 from jdelta._src.budget import parse_budget, parse_host_budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, BudgetError
+from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.format import format_bytes, format_some
 from jdelta._src.solver import Knapsack, Milp, Solver
 from jdelta._src.solver.solution import Outcome

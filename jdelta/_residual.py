@@ -6,16 +6,16 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jdelta._cost import operation_seconds
-from jdelta._fusion import Compiler, read_narrowly, storage
 from jdelta._src import _jax
 from jdelta._src._jax.sharding import Spec
 from jdelta._src.backends.target import Target
+from jdelta._src.estimate.buffers import Compiler, read_narrowly, storage
+from jdelta._src.estimate.seconds import operation_seconds
+from jdelta._src.estimate.traffic import spared_reads, stacked_passes
 from jdelta._src.program.graph import TRANSFER, Graph, Operation
 from jdelta._src.program.names import RegionName
 from jdelta._src.program.primitives import CHEAP, FREE, PARTS, SPLITS, VIEWS
 from jdelta._trace import Region
-from jdelta._traffic import spared_reads, stacked_passes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from jdelta._candidate import (
     too_small,
 )
 from jdelta._compiles import Compiles, Correction, History
-from jdelta._cost import program_seconds
 from jdelta._emit import Emission, Step, emit
 from jdelta._items import Items
 from jdelta._policy import Policy
@@ -28,6 +27,7 @@ from jdelta._spilled import check_spilled
 from jdelta._src.budget import Budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, OffloadError, SpillError
+from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.format import format_bytes
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.solver.base import Solver

@@ -12,15 +12,15 @@ from jax.experimental.ode import odeint
 
 import jdelta
 from benchmarks.xla import storage as facts
-from jdelta._cost import operation_seconds, program_seconds
-from jdelta._fusion import Compiler, storage
 from jdelta._items import items_of
-from jdelta._peak import stored_sizes, timeline
 from jdelta._pins import NO_PINS, Pins
 from jdelta._residual import residuals
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import published, resolve
 from jdelta._src.decision import Decision
+from jdelta._src.estimate.buffers import Compiler, storage
+from jdelta._src.estimate.memory import stored_sizes, timeline
+from jdelta._src.estimate.seconds import operation_seconds, program_seconds
 from jdelta._src.program.graph import graph_of
 from jdelta._src.solver import Knapsack
 from jdelta._table import rows

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 import jdelta
 from benchmarks.sharded import Cut, case
 from jdelta import Decision
-from jdelta._collective import Collective, collectives
 from jdelta._emit import Step, emit
 from jdelta._measure import measure
 from jdelta._policy import Policy
@@ -31,6 +30,7 @@ from jdelta._residual import residuals
 from jdelta._src import _jax
 from jdelta._src._jax.sharding import Axis, local_shape, shardings_of
 from jdelta._src.backends.target import resolve
+from jdelta._src.estimate.collectives import Collective, collectives
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.loop_nest import walk
 from jdelta._stacks import _Kind, _kind

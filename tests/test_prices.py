@@ -12,14 +12,14 @@ from compilers import needs_cuda
 from jax import lax
 from jax.extend.core import Primitive
 
-from jdelta._cost import program_seconds
-from jdelta._fusion import Compiler
 from jdelta._hlo import parse
 from jdelta._hlo_cost import products
 from jdelta._src.backends.chips import CHIPS, Rates
 from jdelta._src.backends.target import resolve
+from jdelta._src.estimate.arithmetic import how_priced, is_free, work
+from jdelta._src.estimate.buffers import Compiler
+from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.program.graph import graph_of
-from jdelta._work import how_priced, is_free, work
 
 FOREIGN = frozenset({"buffer_callback", "ffi_call", "io_callback", "pure_callback"})
 """Call what JAX does not know: ten operations an element."""
@@ -44,7 +44,7 @@ def test_every_primitive_is_priced(name):
     assert how_priced(name), (
         f"jax {jax.__version__} has the primitive {name!r}, which nothing prices: "
         "add it to its class in jdelta/_src/program/primitives.py, or to a set or a rule in "
-        "jdelta/_work.py"
+        "jdelta/_src/estimate/arithmetic.py"
     )
 
 

@@ -9,7 +9,7 @@ it jdelta's own roofline, by the instructions of the compiled text and by the tr
     python -m benchmarks.xla.random_bits --json benchmarks/results/random_bits.json
 
 Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in) stand in docs/how-it-works.md;
-`jdelta/_cost.py` prices random bits by them.
+`jdelta/_src/estimate/seconds.py` prices random bits by them.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the TPU and CUDA compilers store: the facts behind `jdelta/_fusion.py`.
+"""What the TPU and CUDA compilers store: the facts behind `jdelta/_src/estimate/buffers.py`.
 
 Each program comes twice, with a question that differs in one thing only. Figures are temporaries
 in MiB as the compiler reports them, ahead of time, and as `jdelta` simulates them.
@@ -19,10 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from rich.console import Console
 from rich.table import Table
 
-from jdelta._fusion import Compiler
 from jdelta._measure import measure
-from jdelta._peak import timeline
 from jdelta._src.backends.target import resolve
+from jdelta._src.estimate.buffers import Compiler
+from jdelta._src.estimate.memory import timeline
 from jdelta._src.program.graph import graph_of
 
 F32 = jnp.float32

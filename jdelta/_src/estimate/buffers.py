@@ -12,8 +12,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from jdelta._collective import gathered_bytes
 from jdelta._src._jax import scan_counts
+from jdelta._src.estimate.collectives import gathered_bytes
 from jdelta._src.program.graph import BARRIER, TRANSFER, Graph, Operation, Value
 from jdelta._src.program.primitives import (
     CHEAP,

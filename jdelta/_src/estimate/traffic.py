@@ -11,8 +11,8 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from jdelta._fusion import Compiler, last_reads, storage
 from jdelta._src._jax import scan_counts
+from jdelta._src.estimate.buffers import Compiler, last_reads, storage
 from jdelta._src.program.graph import BARRIER, Graph, Operation, Value
 from jdelta._src.program.primitives import FREE, MATMULS, SPLITS, SUMS, UPDATES, VIEWS
 

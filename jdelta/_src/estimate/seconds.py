@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 from jax.lax import Precision
 
-from jdelta._collective import collective_seconds
-from jdelta._fusion import Compiler, storage
 from jdelta._src._jax import scan_counts
 from jdelta._src.backends.chips import Rates, product_kind
+from jdelta._src.estimate.arithmetic import is_free, programs, work
+from jdelta._src.estimate.buffers import Compiler, storage
+from jdelta._src.estimate.collectives import collective_seconds
+from jdelta._src.estimate.traffic import moved_bytes, spared_reads, stacked_bytes
 from jdelta._src.program.graph import Graph, Operation, graph_of
 from jdelta._src.program.primitives import BITS, MATMULS
-from jdelta._traffic import moved_bytes, spared_reads, stacked_bytes
-from jdelta._work import is_free, programs, work
 
 _REFERENCES = frozenset("get swap addupdate program_id num_programs".split())
 """What a kernel reads and writes its blocks with: counted with its operands."""

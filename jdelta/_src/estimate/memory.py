@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from jdelta._fusion import Compiler, last_reads, of_images, read_narrowly, storage
 from jdelta._src import _jax
+from jdelta._src.estimate.buffers import Compiler, last_reads, of_images, read_narrowly, storage
 from jdelta._src.program.graph import TRANSFER, Graph, Operation
 from jdelta._src.program.primitives import REDUCTIONS
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from jdelta._collective import COLLECTIVES, contracted
 from jdelta._src import _jax
 from jdelta._src._jax import Jaxpr
 from jdelta._src._jax.sharding import parts
 from jdelta._src.backends.chips import multiply_add_flops
+from jdelta._src.estimate.collectives import COLLECTIVES, contracted
 from jdelta._src.program.graph import BARRIER, RESHARD, TRANSFER, Graph, Operation
 from jdelta._src.program.primitives import (
     CHEAP,

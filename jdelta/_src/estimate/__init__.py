@@ -1,0 +1,1 @@
+"""What a compiled program would take: buffers, traffic, seconds, memory, collectives."""
