@@ -13,17 +13,17 @@ from benchmarks.models import Case
 from benchmarks.record import Row
 from jdelta._call import call_of
 from jdelta._emit import Step, emit
-from jdelta._hlo import Computation, Instruction, Module, parse
-from jdelta._hlo_cost import seconds
 from jdelta._jitted import jitted
-from jdelta._measure import Measurement, measure
-from jdelta._overlap import Overlap, read_overlap
 from jdelta._planned import step_of
 from jdelta._policy import Policy
 from jdelta._src._jax.sharding import shardings_of
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import Target, resolve
 from jdelta._src.estimate.seconds import program_seconds
+from jdelta._src.hlo.measure import Measurement, measure
+from jdelta._src.hlo.overlap import Overlap, read_overlap
+from jdelta._src.hlo.seconds import seconds
+from jdelta._src.hlo.text import Computation, Instruction, Module, parse
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.hlo_names import NOTHING, Computed
 from jdelta._trace import Trace, trace, walk

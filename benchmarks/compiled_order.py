@@ -20,9 +20,9 @@ import jax
 from benchmarks import record
 from benchmarks.order import NAMES, adam_step
 from benchmarks.record import Row, mib, share
-from jdelta._measure import measure
 from jdelta._schedule import of_text
 from jdelta._src.backends.target import resolve
+from jdelta._src.hlo.measure import measure
 
 TARGETS = ("cuda:h100", "tpu:v5e:2x2")
 HEADS = [

@@ -36,8 +36,8 @@ from scipy.stats import kendalltau
 import jdelta
 from benchmarks import cases, policies, record, steps
 from benchmarks.record import Row, mib
-from jdelta._measure import measure
 from jdelta._src.backends.target import resolve
+from jdelta._src.hlo.measure import measure
 
 WARMUP, REPEATS = 3, 20
 LINK_BYTES = (2**20, 2**24, 2**28)

@@ -29,9 +29,9 @@ import jdelta
 from benchmarks import cases, record
 from benchmarks.models import build, checkpoint
 from benchmarks.record import Row, mib, share
-from jdelta._measure import Measurement, measure
 from jdelta._residual import residuals
 from jdelta._src.backends.target import resolve
+from jdelta._src.hlo.measure import Measurement, measure
 from jdelta._trace import trace
 from jdelta._ways import offload_refusal
 

@@ -18,9 +18,9 @@ from benchmarks.record import Row, mib
 from jdelta._boundary import with_boundaries
 from jdelta._emit import Step, emit
 from jdelta._items import items_of
-from jdelta._measure import measure
 from jdelta._pins import NO_PINS
 from jdelta._policy import Policy
+from jdelta._src.hlo.measure import measure
 from jdelta._src.solver import Knapsack
 from jdelta._trace import Trace
 

@@ -32,8 +32,8 @@ import jdelta
 from benchmarks import cases, device, offload, policies, record, steps
 from benchmarks.models import Case, build
 from benchmarks.record import Row, mib, share
-from jdelta._measure import measure
 from jdelta._src.backends.target import attached, resolve
+from jdelta._src.hlo.measure import measure
 
 ROUNDS = 20
 AT_ONCE = 12

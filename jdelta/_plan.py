@@ -18,7 +18,6 @@ from jdelta._call import Call
 from jdelta._explain import Explanation, explain
 from jdelta._export import export
 from jdelta._jitted import Arguments, Jitted, jitted, together
-from jdelta._overlap import Overlap
 from jdelta._picture import Picture, picture
 from jdelta._planned import PlannedStep, compiled
 from jdelta._policy import Policy
@@ -30,6 +29,7 @@ from jdelta._spill import Spill, SpillRates, Store, by_callback
 from jdelta._src.backends.target import attached
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, PlanMismatchError, SpillError, TargetError
+from jdelta._src.hlo.overlap import Overlap
 from jdelta._table import format_table, rows, summary
 
 _NO_PLANS: Mapping[str, Any] = MappingProxyType({})

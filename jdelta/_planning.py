@@ -23,7 +23,6 @@ from jdelta._files import to_files
 from jdelta._items import Items
 from jdelta._jitted import OPTIONS, Jitted, check_kind, check_options, jitted
 from jdelta._layers import Planning
-from jdelta._measure import Measurement
 from jdelta._plan import Plan
 from jdelta._region import Grouping
 from jdelta._residual import Residual
@@ -35,6 +34,7 @@ from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, BudgetError
 from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.format import format_bytes, format_some
+from jdelta._src.hlo.measure import Measurement
 from jdelta._src.solver import Knapsack, Milp, Solver
 from jdelta._src.solver.solution import Outcome
 from jdelta._src.versions import versions

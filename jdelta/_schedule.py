@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from jdelta._call import Call, call_of
-from jdelta._hlo import parse
 from jdelta._jitted import jitted
 from jdelta._order import (
     Problem,
@@ -25,6 +24,7 @@ from jdelta._src._jax.sharding import shardings_of
 from jdelta._src.backends.target import is_on_host, resolve
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.format import format_bytes
+from jdelta._src.hlo.text import parse
 from jdelta._src.program.graph import Graph, graph_of
 
 _SHOWN = 8

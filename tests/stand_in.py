@@ -3,7 +3,7 @@
 import dataclasses
 
 from jdelta._emit import emit
-from jdelta._measure import Measurement
+from jdelta._src.hlo.measure import Measurement
 
 EXACT = Measurement(0, 0, 0, 0, 0, 0, 0, 0, refused=False, seconds=0.0)
 """To be given a peak with `dataclasses.replace`."""

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jdelta
 from benchmarks.models import build, checkpoint
 from jdelta import BudgetError, Decision, OffloadError, PlanMismatchError
-from jdelta._measure import measure
 from jdelta._src.backends.target import resolve
+from jdelta._src.hlo.measure import measure
 from tests.versions import fails_in_jax_0_10_with_remat3
 
 pytestmark = pytest.mark.compiler

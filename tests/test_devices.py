@@ -24,13 +24,13 @@ import jdelta
 from benchmarks.sharded import Cut, case
 from jdelta import Decision
 from jdelta._emit import Step, emit
-from jdelta._measure import measure
 from jdelta._policy import Policy
 from jdelta._residual import residuals
 from jdelta._src import _jax
 from jdelta._src._jax.sharding import Axis, local_shape, shardings_of
 from jdelta._src.backends.target import resolve
 from jdelta._src.estimate.collectives import Collective, collectives
+from jdelta._src.hlo.measure import measure
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.loop_nest import walk
 from jdelta._stacks import _Kind, _kind

@@ -6,8 +6,8 @@ import pytest
 
 import jdelta
 from benchmarks.offload import stack
-from jdelta._hlo import parse
-from jdelta._host import buffers, without_place
+from jdelta._src.hlo.host_buffers import buffers, without_place
+from jdelta._src.hlo.text import parse
 
 ARRAY = "f32[4,256]{1,0:S(5)}"
 SLOT = "f32[1,256]{1,0}"

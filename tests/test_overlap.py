@@ -4,12 +4,12 @@ import pytest
 from compilers import needs_cuda
 from jax.ad_checkpoint import checkpoint_name
 
-from jdelta._hlo import DEVICE, HOST, Array, parse
-from jdelta._hlo_cost import products, traffic
-from jdelta._overlap import Overlap, read_overlap
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import resolve
-from jdelta._stride import forward_fetches
+from jdelta._src.hlo.fetch_order import forward_fetches
+from jdelta._src.hlo.overlap import Overlap, read_overlap
+from jdelta._src.hlo.seconds import products, traffic
+from jdelta._src.hlo.text import DEVICE, HOST, Array, parse
 from tests.versions import fails_in_jax_0_10_with_remat3
 
 # Rates at which an array of a million float32 takes 1 s to the host, 2 s back and 1 s to negate.

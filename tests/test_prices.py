@@ -12,13 +12,13 @@ from compilers import needs_cuda
 from jax import lax
 from jax.extend.core import Primitive
 
-from jdelta._hlo import parse
-from jdelta._hlo_cost import products
 from jdelta._src.backends.chips import CHIPS, Rates
 from jdelta._src.backends.target import resolve
 from jdelta._src.estimate.arithmetic import how_priced, is_free, work
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.seconds import program_seconds
+from jdelta._src.hlo.seconds import products
+from jdelta._src.hlo.text import parse
 from jdelta._src.program.graph import graph_of
 
 FOREIGN = frozenset({"buffer_callback", "ffi_call", "io_callback", "pure_callback"})

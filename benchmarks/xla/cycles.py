@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from benchmarks import cases, record
 from benchmarks.record import Row
-from jdelta._hlo import parse
-from jdelta._overlap import read_overlap
 from jdelta._src.backends.target import resolve
+from jdelta._src.hlo.overlap import read_overlap
+from jdelta._src.hlo.text import parse
 
 TARGETS = tuple(cases.PER_CYCLE)
 PRODUCTS = {

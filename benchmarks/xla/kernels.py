@@ -16,7 +16,7 @@ from benchmarks.budgets import refusal
 from benchmarks.policies import plain
 from benchmarks.record import Row, mib
 from jdelta import remat
-from jdelta._measure import measure
+from jdelta._src.hlo.measure import measure
 
 TARGETS = ("cuda:h100",)
 NAMES = ("gpt2 scanned", "llama scanned", "gpt2-large scanned")

@@ -20,7 +20,7 @@ from benchmarks import cases, record
 from benchmarks.models import build
 from benchmarks.record import Row, mib, share
 from jdelta import remat
-from jdelta._measure import measure
+from jdelta._src.hlo.measure import measure
 
 TARGET = "tpu:v5e:2x2"
 GIB_LEFT = (None, 6, 5, 4, 3, 2, 0)

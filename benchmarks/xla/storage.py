@@ -19,10 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from rich.console import Console
 from rich.table import Table
 
-from jdelta._measure import measure
 from jdelta._src.backends.target import resolve
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import timeline
+from jdelta._src.hlo.measure import measure
 from jdelta._src.program.graph import graph_of
 
 F32 = jnp.float32

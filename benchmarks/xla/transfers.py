@@ -21,8 +21,8 @@ from jax import lax
 
 from benchmarks import record
 from benchmarks.record import Row, mib, share
-from jdelta._measure import measure
 from jdelta._src.backends.target import resolve
+from jdelta._src.hlo.measure import measure
 
 LAYERS, ROWS, WIDTH = 16, 16384, 1024
 TARGETS = ("tpu:v5e:2x2", "cuda:h100")

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from jdelta._overlap import Span
 from jdelta._picture import Grid, Moment, Picture
 from jdelta._rok import RokCurve, RokPoint, curves
+from jdelta._src.hlo.overlap import Span
 from jdelta._table import HEAD, cells, rows, summary_lines
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdelta._hlo import HOST, Array, Computation, Instruction, Module
-from jdelta._loop import Loop, read_loop
+from jdelta._src.hlo.loops import Loop, read_loop
+from jdelta._src.hlo.text import HOST, Array, Computation, Instruction, Module
 
 _CONFIG = "dynamic_slice_config"
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jdelta._hlo import HOST, Computation, Instruction, Module
-from jdelta._hlo_cost import seconds, traffic
-from jdelta._loop import read_loop
 from jdelta._src.backends.chips import Rates
+from jdelta._src.hlo.loops import read_loop
+from jdelta._src.hlo.seconds import seconds, traffic
+from jdelta._src.hlo.text import HOST, Computation, Instruction, Module
 
 Price = Callable[[Module, Computation, Instruction, Rates], float]
 """What an instruction takes on the device, in seconds."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jdelta._hlo import HOST, Computation, Instruction, Module
-from jdelta._hlo_cost import bytes_in, is_free, result
+from jdelta._src.hlo.seconds import bytes_in, is_free, result
+from jdelta._src.hlo.text import HOST, Computation, Instruction, Module
 
 _IN_PLACE = frozenset({"dynamic-update-slice", "dynamic-update-slice-start"})
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta._hlo import Computation, Instruction, Module
+from jdelta._src.hlo.text import Computation, Instruction, Module
 
 _COPIES = frozenset({"bitcast", "copy", "copy-done", "copy-start"})
 

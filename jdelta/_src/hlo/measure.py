@@ -9,16 +9,16 @@ from typing import Any, get_origin
 
 import jax
 
-from jdelta._file_calls import file_calls
-from jdelta._hlo import parse
-from jdelta._host import buffers
-from jdelta._overlap import NO_TRANSFERS, Overlap, read_overlap
 from jdelta._spill.library import WRITE
 from jdelta._src import cache
 from jdelta._src.backends.target import Target
+from jdelta._src.hlo.fetch_order import forward_fetches
+from jdelta._src.hlo.host_buffers import buffers
+from jdelta._src.hlo.overlap import NO_TRANSFERS, Overlap, read_overlap
+from jdelta._src.hlo.spill_calls import file_calls
+from jdelta._src.hlo.text import parse
 from jdelta._src.program.hlo_names import NOTHING, Computed
 from jdelta._src.versions import COMPILERS, version
-from jdelta._stride import forward_fetches
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REFUSAL = re.compile(

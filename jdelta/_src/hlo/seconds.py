@@ -12,8 +12,8 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from jdelta._hlo import DEVICE, Array, Computation, Instruction, Module, Shape, leaves
 from jdelta._src.backends.chips import Rates, multiply_add_flops, product_kind
+from jdelta._src.hlo.text import DEVICE, Array, Computation, Instruction, Module, Shape, leaves
 from jdelta._src.program.windows import taps_inside
 
 _FREE = frozenset(
