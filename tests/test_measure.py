@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 from compilers import needs_cuda
 
+import jdelta
 from jdelta._src import cache
 from jdelta._src.backends.target import Target, resolve
-from jdelta._src.hlo import measure
-from jdelta._src.hlo.measure import measure, needed_bytes
+from jdelta._src.hlo.measure import _peak, measure, needed_bytes
 
 MIB = 2**20
 
@@ -131,7 +131,7 @@ def test_peak_is_what_the_compiler_allocates(platform, reported, allocated, peak
     stats = SimpleNamespace(peak_memory_in_bytes=reported)
     if allocated is not None:
         stats.total_allocation_bytes = allocated
-    assert measure._peak(stats, 160, platform) == peak
+    assert _peak(stats, 160, platform) == peak
 
 
 # Refusals
@@ -260,9 +260,9 @@ def test_every_part_of_the_key_counts(elsewhere, records, monkeypatch, change):
             flags = os.environ.get("XLA_FLAGS", "")
             monkeypatch.setenv("XLA_FLAGS", flags + " --xla_dump_max_hlo_modules=1")
         case "version":
-            monkeypatch.setattr(measure, "version", lambda package: "0")
+            monkeypatch.setattr("jdelta._src.hlo.measure.version", lambda package: "0")
         case "setting":
-            monkeypatch.setattr(measure, "_SETTINGS", ("jax_enable_x64",))
+            monkeypatch.setattr("jdelta._src.hlo.measure._SETTINGS", ("jax_enable_x64",))
     lowered = lower(elsewhere, fun, shape, **options)
     assert measure(lowered, elsewhere, compiler_options)[0] is not None
     assert len(records()) == 2
@@ -330,7 +330,7 @@ def test_another_process_finds_the_same_record():
         compiled, measurement = measure(jax.jit(step).lower(shape), target)
         print(compiled is None, measurement.peak)
     """
-    path = str(Path(measure.__file__).parents[1])
+    path = str(Path(jdelta.__file__).parents[1])
     outputs = [
         subprocess.run(
             [sys.executable, "-c", textwrap.dedent(script)],

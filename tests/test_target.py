@@ -14,9 +14,10 @@ import pytest
 from compilers import needs_cuda
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jdelta._src.backends import rates, target
+import jdelta
+from jdelta._src.backends import rates
 from jdelta._src.backends.chips import CHIPS, Rates, chip_of
-from jdelta._src.backends.target import resolve
+from jdelta._src.backends.target import _offload_refusal, published, resolve
 from jdelta._src.errors import TargetError
 
 RATES = Rates(
@@ -42,7 +43,7 @@ def timed(tmp_path, monkeypatch):
 def python(script, **environment):
     """Runs a script in a process of its own, warnings being errors."""
     kept = {name: value for name, value in os.environ.items() if name[:3] not in ("JAX", "TPU")}
-    path = str(Path(target.__file__).parents[1])
+    path = str(Path(jdelta.__file__).parents[1])
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
         env={**kept, "PYTHONPATH": path, **environment},
@@ -138,7 +139,7 @@ def test_published_rates_fill_what_was_not_measured():
 
 
 def test_products_of_higher_precision_have_rates_of_their_own():
-    tpu, gpu = (target.published(name).rates for name in ("tpu:v5e", "cuda:h100"))
+    tpu, gpu = (published(name).rates for name in ("tpu:v5e", "cuda:h100"))
     assert tpu.flops("float32 highest") == pytest.approx(197e12 / 6)
     assert tpu.flops("float32 high") == pytest.approx(197e12 / 3)
     assert gpu.flops("float32 highest") == gpu.vector < gpu.flops("float32")
@@ -162,9 +163,9 @@ def test_measuring_covers_every_rate(monkeypatch):
     monkeypatch.undo()
     sizes = rates._Sizes(matrix=32, chain=1, array=2**14, registers=2**12, each=8)
     monkeypatch.setattr(rates, "_CPU", sizes)
-    rates = rates._timed(jax.devices("cpu")[0])
-    assert all(rate > 0 for _, rate in rates.matmul)
-    assert min(dataclasses.astuple(rates)[1:]) > 0
+    timed = rates._timed(jax.devices("cpu")[0])
+    assert all(rate > 0 for _, rate in timed.matmul)
+    assert min(dataclasses.astuple(timed)[1:]) > 0
 
 
 # The table
@@ -187,8 +188,8 @@ def test_kinds_of_the_table_are_found():
 )
 def test_offload_is_refused_where_gpus_miscompile_it(monkeypatch, jaxlib, refused):
     monkeypatch.setattr(importlib.metadata, "version", lambda package: jaxlib)
-    assert bool(target._offload_refusal("cuda")) is refused
-    assert target._offload_refusal("tpu") is None
+    assert bool(_offload_refusal("cuda")) is refused
+    assert _offload_refusal("tpu") is None
 
 
 # Where arguments stand
