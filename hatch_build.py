@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent / "jdelta" / "_spill"
 
 
 def _load_build() -> Any:
-    """``jdelta/_spill/_build.py``, without importing jdelta, which is not installed yet."""
+    """``jdelta/_src/spill/_build.py``, without importing jdelta, which is not installed yet."""
     spec = importlib.util.spec_from_file_location("_build", PACKAGE / "_build.py")
     assert spec is not None
     assert spec.loader is not None

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import record
 from benchmarks.record import Row
-from jdelta._spill.library import library
+from jdelta._src.spill.library import library
 
 PAGE, BLOCK = 4096, 1 << 20
 SIZE = 64 * BLOCK

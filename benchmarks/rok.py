@@ -30,8 +30,8 @@ from benchmarks.record import Row, mib
 from jdelta import plot
 from jdelta._files import to_files
 from jdelta._residual import residuals as residuals_of
-from jdelta._spill import rates_of
 from jdelta._src.backends.target import resolve
+from jdelta._src.spill import rates_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "cpu": {"width": 512, "hidden": 2048, "heads": 8, "length": 256, "dtype": jnp.float32},

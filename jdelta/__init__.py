@@ -24,7 +24,6 @@ from jdelta._rok import RokPoint as RokPoint
 from jdelta._schedule import Placement as Placement
 from jdelta._schedule import Schedule as Schedule
 from jdelta._schedule import schedule as schedule
-from jdelta._spill import Spill as Spill
 from jdelta._src.backends.target import Target as Target
 from jdelta._src.decision import Decision as Decision
 from jdelta._src.errors import ArgumentError as ArgumentError
@@ -37,6 +36,7 @@ from jdelta._src.errors import TargetError as TargetError
 from jdelta._src.errors import TraceError as TraceError
 from jdelta._src.solver import Knapsack as Knapsack
 from jdelta._src.solver import Milp as Milp
+from jdelta._src.spill import Spill as Spill
 from jdelta._src.versions import __version__ as __version__
 
 logging.getLogger("jdelta").addHandler(logging.NullHandler())

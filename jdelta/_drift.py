@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 import warnings
 
-from jdelta._spill import Spill, SpillRates, rates_of
 from jdelta._src.format import format_bytes
+from jdelta._src.spill import Spill, SpillRates, rates_of
 
 WINDOW = 16
 """Steps of which the median duration is taken; the first of all is left out."""

@@ -19,7 +19,6 @@ from jdelta._narrow import with_narrow_as_they_are
 from jdelta._plain_inputs import with_plain_inputs
 from jdelta._policy import Policy
 from jdelta._region import AS_WRITTEN, Grouping, Session
-from jdelta._spill import Store
 from jdelta._spilled import Emitted
 from jdelta._spilling import Spilling, spilled
 from jdelta._src import _jax
@@ -34,6 +33,7 @@ from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.hlo_names import NOTHING, Computed
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.program.names import RegionName
+from jdelta._src.spill import Store
 from jdelta._timing import is_timed, timed
 from jdelta._updates import updated_in_loops
 

@@ -25,11 +25,11 @@ from jdelta._region import Grouping
 from jdelta._report import page
 from jdelta._residual import Residual
 from jdelta._rok import RokPoint
-from jdelta._spill import Spill, SpillRates, Store, by_callback
 from jdelta._src.backends.target import attached
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, PlanMismatchError, SpillError, TargetError
 from jdelta._src.hlo.overlap import Overlap
+from jdelta._src.spill import Spill, SpillRates, Store, by_callback
 from jdelta._table import format_table, rows, summary
 
 _NO_PLANS: Mapping[str, Any] = MappingProxyType({})

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from jdelta._policy import Policy
 from jdelta._region import Grouping
 from jdelta._residual import Residual
-from jdelta._spill import Spill, SpillRates
 from jdelta._src.errors import PlanMismatchError, SpillError
 from jdelta._src.hlo.overlap import Overlap
+from jdelta._src.spill import Spill, SpillRates
 from jdelta._src.versions import __version__
 
 VERSION = 13

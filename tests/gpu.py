@@ -8,7 +8,7 @@ import itertools
 import sys
 
 from jdelta import SpillError
-from jdelta._spill.library import Key, library
+from jdelta._src.spill.library import Key, library
 
 _MESSAGE = 1000
 

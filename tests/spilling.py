@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdelta
-from jdelta._spill import Store, read, write
-from jdelta._spill.library import Key
+from jdelta._src.spill import Store, read, write
+from jdelta._src.spill.library import Key
 from tests.frameworks import STEPS
 
 MIB = 1 << 20
@@ -129,6 +129,6 @@ def usage():
 
 def open_store(path="", **options):
     """A store with a small pool."""
-    from jdelta._spill import Spill
+    from jdelta._src.spill import Spill
 
     return Store(Spill(str(path), **{"pool": "4MiB", **options}))

@@ -10,7 +10,7 @@ import pytest
 
 import jdelta
 from benchmarks.models import build, identity
-from jdelta._spill import Spill, Store
+from jdelta._src.spill import Spill, Store
 from tests.spilling import ROWS, X, check, expected, flow, make_step, network
 
 pytestmark = pytest.mark.skipif(

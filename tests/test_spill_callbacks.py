@@ -17,8 +17,8 @@ import jdelta
 from jdelta import Decision, SpillError, _spilling
 from jdelta._files import to_files
 from jdelta._residual import residuals
-from jdelta._spill import SpillRates, by_callback, callbacks
 from jdelta._src.backends.target import published
+from jdelta._src.spill import SpillRates, by_callback, callbacks
 from jdelta._trace import trace
 
 DEVICES = 2

@@ -17,9 +17,9 @@ import pytest
 from spilling import MIB, ROWS, Device, X, expected, fill, make_step, open_store, take, wait_until
 
 from jdelta import SpillError
-from jdelta._spill import _build, library, named_errors, read, write
-from jdelta._spill.directory import PREFIX, remove_stale
-from jdelta._spill.library import Key
+from jdelta._src.spill import _build, library, named_errors, read, write
+from jdelta._src.spill.directory import PREFIX, remove_stale
+from jdelta._src.spill.library import Key
 
 PLANNED = ROWS * X.nbytes
 
@@ -456,8 +456,8 @@ def test_a_directory_without_permission_is_refused(tmp_path):
     tmp_path.chmod(0o555)
     body = """
     from jdelta import SpillError
-    from jdelta._spill import Spill, Store
-    from jdelta._spill.library import library
+    from jdelta._src.spill import Spill, Store
+    from jdelta._src.spill.library import library
     library()
     if os.geteuid() == 0:  # root may write anywhere
         os.seteuid(65534)
@@ -480,7 +480,7 @@ def test_a_file_system_that_is_full_is_said(tmp_path):
     import resource
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, 4 * MIB))
     from jdelta import SpillError
-    from jdelta._spill import named_errors
+    from jdelta._src.spill import named_errors
     store = open_store(path, pool="1MiB")
     try:
         with named_errors():
@@ -501,7 +501,7 @@ def test_a_system_without_memory_is_said_and_left_behind(tmp_path):
     body = """
     import resource
     from jdelta import SpillError
-    from jdelta._spill.library import Key
+    from jdelta._src.spill.library import Key
     store = open_store(path)
     tensor, back = (np.full(3 * MIB, value, np.uint8) for value in (7, 0))
     store.put(Key(0, 0, 0, 0), np.zeros(0, np.uint8))  # starts the threads

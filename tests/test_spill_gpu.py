@@ -15,10 +15,10 @@ import pytest
 
 import jdelta
 from jdelta import SpillError
-from jdelta._spill import Spill, SpillRates, _build, trial
-from jdelta._spill.callbacks import SPOILED
 from jdelta._spilled import check_handlers
 from jdelta._src.backends.target import resolve
+from jdelta._src.spill import Spill, SpillRates, _build, trial
+from jdelta._src.spill.callbacks import SPOILED
 from tests.compilers import needs_cuda
 from tests.gpu import Gpu, step
 from tests.spilling import Device, flow, network, open_store

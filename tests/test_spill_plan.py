@@ -23,11 +23,11 @@ from jdelta._drift import Drift
 from jdelta._files import Scope, hidden_scopes, to_files
 from jdelta._items import items_of
 from jdelta._pins import NO_PINS, Pins
-from jdelta._spill import SpillRates, rates_of, write
 from jdelta._src.backends.target import resolve
 from jdelta._src.format import format_bytes
 from jdelta._src.program.hlo_names import RECOMPUTE
 from jdelta._src.program.names import RegionName
+from jdelta._src.spill import SpillRates, rates_of, write
 from jdelta._trace import trace
 from tests.frameworks import FORMS, LAYERS, STEPS
 from tests.parallel import PARALLEL
@@ -535,7 +535,7 @@ def test_endurance(spill):
 def drifting(monkeypatch, spill, rates, durations):
     """Warnings of a directory that is measured at these rates when steps take so long."""
     drift = Drift(spill, RATES)
-    monkeypatch.setattr("jdelta._spill.rates._measure", lambda _: rates)
+    monkeypatch.setattr("jdelta._src.spill.rates._measure", lambda _: rates)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for seconds in durations:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jdelta import SpillError
-from jdelta._spill import Spill, SpillRates, agreed_rates, rates
+from jdelta._src.spill import Spill, SpillRates, agreed_rates, rates
 
 ROOT = Path(__file__).parents[1]
 JOB = """
@@ -18,7 +18,7 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jdelta
-from jdelta._spill import SpillRates, rates
+from jdelta._src.spill import SpillRates, rates
 
 address, process, *measured = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(process))

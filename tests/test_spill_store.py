@@ -28,8 +28,8 @@ from spilling import (
 )
 
 from jdelta import SpillError
-from jdelta._spill import Spill, rates_of, read, write
-from jdelta._spill.library import Key, library
+from jdelta._src.spill import Spill, rates_of, read, write
+from jdelta._src.spill.library import Key, library
 
 TOKEN = jax.ShapeDtypeStruct((), jnp.int32)
 PLANNED = ROWS * X.nbytes

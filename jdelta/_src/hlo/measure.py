@@ -9,7 +9,6 @@ from typing import Any, get_origin
 
 import jax
 
-from jdelta._spill.library import WRITE
 from jdelta._src import cache
 from jdelta._src.backends.target import Target
 from jdelta._src.hlo.fetch_order import forward_fetches
@@ -18,6 +17,7 @@ from jdelta._src.hlo.overlap import NO_TRANSFERS, Overlap, read_overlap
 from jdelta._src.hlo.spill_calls import file_calls
 from jdelta._src.hlo.text import parse
 from jdelta._src.program.hlo_names import NOTHING, Computed
+from jdelta._src.spill.library import WRITE
 from jdelta._src.versions import COMPILERS, version
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from jdelta._spill.callbacks import scope
-from jdelta._spill.library import READ, WRITE
 from jdelta._src.hlo.text import Array, Computation, Instruction, Module, leaves
+from jdelta._src.spill.callbacks import scope
+from jdelta._src.spill.library import READ, WRITE
 
 _ATTRIBUTE = re.compile(r"\bslot = (\d+)")
 

@@ -6,9 +6,9 @@ import math
 import os
 from dataclasses import dataclass
 
-from jdelta._spill.adapter import Adapter
 from jdelta._src.budget import parse_size
 from jdelta._src.errors import BudgetError, SpillError
+from jdelta._src.spill.adapter import Adapter
 
 BLOCK = 1 << 20
 """Bytes of a block, to which tensors are cut; as ``kBlockBytes`` in pool.h."""

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdelta._spill.library import Key
-from jdelta._spill.options import Spill
-from jdelta._spill.store import Store
 from jdelta._src.errors import SpillError
+from jdelta._src.spill.library import Key
+from jdelta._src.spill.options import Spill
+from jdelta._src.spill.store import Store
 
 TENSOR = 8 << 20
 """Bytes of one tensor of the measurement."""

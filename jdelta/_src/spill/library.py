@@ -8,10 +8,10 @@ from pathlib import Path
 
 import jax
 
-from jdelta._spill import _build
-from jdelta._spill.adapter import TRANSFER
 from jdelta._src.cache import cache_dir
 from jdelta._src.errors import SpillError
+from jdelta._src.spill import _build
+from jdelta._src.spill.adapter import TRANSFER
 
 WRITE, READ = "jdelta_spill_write", "jdelta_spill_read"
 """The custom calls of traced operations."""

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdelta._spill.errors import named_errors
-from jdelta._spill.ops import read, write
-from jdelta._spill.options import Spill
-from jdelta._spill.store import Store
 from jdelta._src.backends.rates import Device
 from jdelta._src.errors import SpillError
+from jdelta._src.spill.errors import named_errors
+from jdelta._src.spill.ops import read, write
+from jdelta._src.spill.options import Spill
+from jdelta._src.spill.store import Store
 
 ROWS = 5
 SHAPE = (2304, 1024)

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jdelta._spill.library import READ, WRITE, Key
 from jdelta._src.errors import SpillError
+from jdelta._src.spill.library import READ, WRITE, Key
 
 if TYPE_CHECKING:
-    from jdelta._spill.store import Store
+    from jdelta._src.spill.store import Store
 
 
 SPOILED = 0xFF

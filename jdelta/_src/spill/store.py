@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from jdelta._spill.adapter import Adapter, transfer
-from jdelta._spill.directory import Directory
-from jdelta._spill.kvikio import KvikIOAdapter
-from jdelta._spill.library import Key, OpenOptions, library
-from jdelta._spill.options import BLOCK, Spill
 from jdelta._src.errors import SpillError
+from jdelta._src.spill.adapter import Adapter, transfer
+from jdelta._src.spill.directory import Directory
+from jdelta._src.spill.kvikio import KvikIOAdapter
+from jdelta._src.spill.library import Key, OpenOptions, library
+from jdelta._src.spill.options import BLOCK, Spill
 
 _MESSAGE = 2000
 _held_for_ever: list[object] = []

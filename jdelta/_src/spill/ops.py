@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdelta._spill import callbacks
-from jdelta._spill.library import READ, WRITE
-from jdelta._spill.store import Store
 from jdelta._src.errors import SpillError
+from jdelta._src.spill import callbacks
+from jdelta._src.spill.library import READ, WRITE
+from jdelta._src.spill.store import Store
 
 
 def write(
