@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from jdelta._order import Problem, arena
+from jdelta._src.order import Problem, arena
 
 BLOCK = 512
 """What PyTorch's caching allocator rounds sizes up to, in bytes."""

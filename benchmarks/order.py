@@ -23,8 +23,8 @@ import optax
 from benchmarks import comparators, record
 from benchmarks.models import Case, find, identity
 from benchmarks.record import Row, mib
-from jdelta._order import Problem, arena, arrange, layout, places_taken, problem_of
 from jdelta._src.estimate.buffers import Compiler
+from jdelta._src.order import Problem, arena, arrange, layout, places_taken, problem_of
 from jdelta._src.program.graph import graph_of
 
 NAMES = "resnet50 resnet101 bert-large t5-large vit-l gpt2-xl mixtral unet".split()

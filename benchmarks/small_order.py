@@ -19,8 +19,8 @@ from benchmarks import comparators, record
 from benchmarks.models import find
 from benchmarks.order import posed_by, step_of
 from benchmarks.record import Row
-from jdelta._order import Problem, arrange, layout
 from jdelta._src.estimate.buffers import Compiler
+from jdelta._src.order import Problem, arrange, layout
 
 MLP = dataclasses.replace(find("mlp"), batch=64, width=256)
 MODELS = {

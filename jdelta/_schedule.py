@@ -11,7 +11,12 @@ import jax
 
 from jdelta._call import Call, call_of
 from jdelta._jitted import jitted
-from jdelta._order import (
+from jdelta._src._jax.sharding import shardings_of
+from jdelta._src.backends.target import is_on_host, resolve
+from jdelta._src.estimate.buffers import Compiler
+from jdelta._src.format import format_bytes
+from jdelta._src.hlo.text import parse
+from jdelta._src.order import (
     Problem,
     arena,
     arrange,
@@ -20,11 +25,6 @@ from jdelta._order import (
     places_taken,
     problem_of,
 )
-from jdelta._src._jax.sharding import shardings_of
-from jdelta._src.backends.target import is_on_host, resolve
-from jdelta._src.estimate.buffers import Compiler
-from jdelta._src.format import format_bytes
-from jdelta._src.hlo.text import parse
 from jdelta._src.program.graph import Graph, graph_of
 
 _SHOWN = 8

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.order import problem as step_problem
-from jdelta._order import Problem, Tensor, arena, arrange, layout
-from jdelta._order.bound import cut, forced, lower_bound
-from jdelta._order.exact import solved
-from jdelta._order.lists import late
-from jdelta._order.problem import CORE
-from jdelta._order.segments import separators
-from jdelta._order.tails import early, updated_early
-from jdelta._order.validate import complaints
+from jdelta._src.order import Problem, Tensor, arena, arrange, layout
+from jdelta._src.order.bound import cut, forced, lower_bound
+from jdelta._src.order.exact import solved
+from jdelta._src.order.lists import late
+from jdelta._src.order.problem import CORE
+from jdelta._src.order.segments import separators
+from jdelta._src.order.tails import early, updated_early
+from jdelta._src.order.validate import complaints
 
 settings.register_profile("order", deadline=None, max_examples=60)
 settings.load_profile("order")

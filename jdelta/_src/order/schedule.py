@@ -10,12 +10,12 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from jdelta._order.bound import lower_bound
-from jdelta._order.exact import solved
-from jdelta._order.lists import late
-from jdelta._order.problem import Order, Problem
-from jdelta._order.segments import separators
-from jdelta._order.tails import updated_early
+from jdelta._src.order.bound import lower_bound
+from jdelta._src.order.exact import solved
+from jdelta._src.order.lists import late
+from jdelta._src.order.problem import Order, Problem
+from jdelta._src.order.segments import separators
+from jdelta._src.order.tails import updated_early
 
 LEAF = (40, 20, 10)
 """Operators in a row that is solved exactly; fewer where it is too wide."""

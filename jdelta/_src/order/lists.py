@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jdelta._order.problem import Order, Problem, integers
+from jdelta._src.order.problem import Order, Problem, integers
 
 LONGEST = 64
 """Operators that are tried in a row to see whether they free memory in the end."""

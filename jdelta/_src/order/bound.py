@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy
 
-from jdelta._order.problem import CORE, Groups, Ints, Order, Problem
+from jdelta._src.order.problem import CORE, Groups, Ints, Order, Problem
 
 Mask = npt.NDArray[np.bool_]
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from jdelta._order.problem import Problem, Tensor
-from jdelta._order.schedule import arrange
 from jdelta._src.estimate.buffers import Compiler, storage
 from jdelta._src.estimate.memory import overwrites, stored_sizes
 from jdelta._src.format import format_array
+from jdelta._src.order.problem import Problem, Tensor
+from jdelta._src.order.schedule import arrange
 from jdelta._src.program.graph import BARRIER, Graph, Operation
 from jdelta._src.program.primitives import FREE, VIEWS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jdelta._order.problem import Problem
+from jdelta._src.order.problem import Problem
 
 
 def separators(problem: Problem) -> list[int]:

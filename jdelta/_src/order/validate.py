@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdelta._order.problem import Problem
+from jdelta._src.order.problem import Problem
 
 
 def complaints(

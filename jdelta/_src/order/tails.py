@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from jdelta._order.lists import inverse, late
-from jdelta._order.problem import CORE, Order, Problem
+from jdelta._src.order.lists import inverse, late
+from jdelta._src.order.problem import CORE, Order, Problem
 
 ROUNDS = 8
 """Times that branches which make the peak are put off."""

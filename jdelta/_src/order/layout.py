@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jdelta._order.problem import Ints, bytes_alive
+from jdelta._src.order.problem import Ints, bytes_alive
 
 SMALL = 1 / 1024
 """Part of the peak that small tensors may hold at once; they are stacked with less care."""

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jdelta._order.problem import Order, Problem
+from jdelta._src.order.problem import Order, Problem
 
 MOST_SETS = 20_000
 """Sets of operators looked at before the search is given up."""
