@@ -15,7 +15,6 @@ from jdelta._call import call_of
 from jdelta._emit import Step, emit
 from jdelta._jitted import jitted
 from jdelta._planned import step_of
-from jdelta._policy import Policy
 from jdelta._src._jax.sharding import shardings_of
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import Target, resolve
@@ -26,7 +25,8 @@ from jdelta._src.hlo.seconds import seconds
 from jdelta._src.hlo.text import Computation, Instruction, Module, parse
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.hlo_names import NOTHING, Computed
-from jdelta._trace import Trace, trace, walk
+from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.trace import Trace, trace, walk
 
 PER_CYCLE = {"tpu:v5e:2x2": 4 * 2 * 128 * 128, "tpu:v5p:2x2x1": 8 * 2 * 128 * 128}
 """By target, what its matrix units of 128 x 128 add and multiply in a cycle."""

@@ -32,7 +32,7 @@ from benchmarks.record import Row, mib, share
 from jdelta._residual import residuals
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import Measurement, measure
-from jdelta._trace import trace
+from jdelta._src.regions.trace import trace
 from jdelta._ways import offload_refusal
 
 LAYERS, ROWS, WIDTH = 16, 32768, 1024

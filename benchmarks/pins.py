@@ -25,8 +25,8 @@ from jdelta._boundary import with_boundaries
 from jdelta._emit import Step, emit
 from jdelta._items import Items, items_of
 from jdelta._pins import NO_PINS
-from jdelta._policy import Policy
-from jdelta._trace import Trace
+from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.trace import Trace
 
 SMALLEST = 1 << 20
 """Bytes of a value below which its worth is not looked at."""

@@ -19,10 +19,10 @@ from jdelta._boundary import with_boundaries
 from jdelta._emit import Step, emit
 from jdelta._items import items_of
 from jdelta._pins import NO_PINS
-from jdelta._policy import Policy
 from jdelta._src.hlo.measure import measure
+from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.trace import Trace
 from jdelta._src.solver import Knapsack
-from jdelta._trace import Trace
 
 KEPT = (None, 0.0, 0.2, 0.4, 0.6)
 HEADS = "step target kept simulated compiled error".split()

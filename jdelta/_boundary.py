@@ -18,7 +18,7 @@ from jdelta._src.program.graph import Graph, Operation, Value
 from jdelta._src.program.loop_nest import OUTSIDE, Nest
 from jdelta._src.program.names import RegionName
 from jdelta._src.program.primitives import CHEAP, FREE
-from jdelta._trace import Trace
+from jdelta._src.regions.trace import Trace
 
 INPUT_OF_REGION = "input"
 """What stands for the producer of a boundary that no region makes."""

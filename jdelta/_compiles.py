@@ -12,10 +12,10 @@ import numpy as np
 
 from jdelta._candidate import Candidate
 from jdelta._emit import Emission, Step
-from jdelta._policy import Policy
-from jdelta._region import Grouping
 from jdelta._src.format import format_bytes
 from jdelta._src.hlo.measure import Measurement, measure
+from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.region import Grouping
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,12 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jdelta import _rows
-from jdelta._automatic import tracing
 from jdelta._forward_first import with_forward_first
 from jdelta._narrow import with_narrow_as_they_are
 from jdelta._plain_inputs import with_plain_inputs
-from jdelta._policy import Policy
-from jdelta._region import AS_WRITTEN, Grouping, Session
 from jdelta._spilled import Emitted
 from jdelta._spilling import Spilling, spilled
 from jdelta._src import _jax
@@ -33,6 +30,9 @@ from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.hlo_names import NOTHING, Computed
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.program.names import RegionName
+from jdelta._src.regions.find import tracing
+from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.region import AS_WRITTEN, Grouping, Session
 from jdelta._src.spill import Store
 from jdelta._timing import is_timed, timed
 from jdelta._updates import updated_in_loops

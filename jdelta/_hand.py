@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from jdelta._region import plan_in
 from jdelta._residual import Residual
 from jdelta._src import _jax
 from jdelta._src.decision import Decision
@@ -14,7 +13,8 @@ from jdelta._src.errors import JdeltaError, PlanMismatchError
 from jdelta._src.program.graph import Graph, Operation
 from jdelta._src.program.names import RegionName
 from jdelta._src.program.primitives import PARTS
-from jdelta._trace import Trace
+from jdelta._src.regions.region import plan_in
+from jdelta._src.regions.trace import Trace
 
 
 def decisions_of(

@@ -17,14 +17,14 @@ from jdelta._emit import Step
 from jdelta._hand import decisions_of
 from jdelta._items import items_of
 from jdelta._pins import Pins
-from jdelta._region import AS_WRITTEN, Grouping
 from jdelta._residual import Residual
 from jdelta._search import EARLY, GROUPS, MOST_COMPILES, Search
 from jdelta._src.budget import Budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, TraceError
+from jdelta._src.regions.region import AS_WRITTEN, Grouping
+from jdelta._src.regions.trace import Trace
 from jdelta._src.solver import Solver
-from jdelta._trace import Trace
 from jdelta._unpinnable import why_unpinnable
 from jdelta._ways import Way
 

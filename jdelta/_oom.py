@@ -21,8 +21,8 @@ from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import Timeline, timeline
 from jdelta._src.format import format_array, format_bytes, format_seconds
 from jdelta._src.program.graph import labels
+from jdelta._src.regions.trace import Trace, trace
 from jdelta._table import NUMBERED, aligned
-from jdelta._trace import Trace, trace
 
 _SHOWN = 12
 

@@ -23,9 +23,9 @@ from jdelta._src.backends.target import resolve_planned
 from jdelta._src.errors import ArgumentError, BudgetError, PlanMismatchError
 from jdelta._src.format import format_bytes
 from jdelta._src.hlo.measure import Measurement, measure
+from jdelta._src.regions.trace import Trace, own_errors_only, trace
 from jdelta._src.spill import named_errors
 from jdelta._src.versions import other_versions
-from jdelta._trace import Trace, own_errors_only, trace
 
 if TYPE_CHECKING:
     from jdelta._plan import Plan

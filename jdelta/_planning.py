@@ -24,7 +24,6 @@ from jdelta._items import Items
 from jdelta._jitted import OPTIONS, Jitted, check_kind, check_options, jitted
 from jdelta._layers import Planning
 from jdelta._plan import Plan
-from jdelta._region import Grouping
 from jdelta._residual import Residual
 from jdelta._spilled import check_handlers
 from jdelta._src.backends.target import Target, is_on_host, resolve
@@ -34,11 +33,12 @@ from jdelta._src.errors import ArgumentError, BudgetError
 from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.format import format_bytes, format_some
 from jdelta._src.hlo.measure import Measurement
+from jdelta._src.regions.region import Grouping
+from jdelta._src.regions.trace import Trace, own_errors_only, trace
 from jdelta._src.solver import Knapsack, Milp, Solver
 from jdelta._src.solver.solution import Outcome
 from jdelta._src.spill import Spill, SpillRates, Store, agreed_rates, by_callback
 from jdelta._src.versions import versions
-from jdelta._trace import Trace, own_errors_only, trace
 from jdelta._verify import Limits, verify
 from jdelta._ways import Way
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from jdelta._candidate import Found
 from jdelta._emit import Step, emit
 from jdelta._layers import Planning
-from jdelta._policy import Policy
 from jdelta._search import Search
 from jdelta._src.budget import Budget
 from jdelta._src.errors import BudgetError
 from jdelta._src.hlo.measure import measure
-from jdelta._trace import Trace
+from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.trace import Trace
 
 
 @dataclass(frozen=True)

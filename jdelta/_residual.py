@@ -15,7 +15,7 @@ from jdelta._src.estimate.traffic import spared_reads, stacked_passes
 from jdelta._src.program.graph import TRANSFER, Graph, Operation
 from jdelta._src.program.names import RegionName
 from jdelta._src.program.primitives import CHEAP, FREE, PARTS, SPLITS, VIEWS
-from jdelta._trace import Region
+from jdelta._src.regions.trace import Region
 
 
 @dataclass(frozen=True)

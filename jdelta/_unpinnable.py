@@ -8,7 +8,7 @@ from jdelta._src.program.graph import Graph, Operation
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.program.names import RegionName
 from jdelta._src.program.primitives import CHEAP, FREE
-from jdelta._trace import Region, Trace
+from jdelta._src.regions.trace import Region, Trace
 
 
 def why_unpinnable(trace: Trace, known: Collection[str], name: str) -> str | None:

@@ -14,9 +14,9 @@ from flax import linen as nn
 from flax import nnx
 from flax.core import lift
 
-from jdelta._region import RegionPolicy, region
 from jdelta._src.errors import ArgumentError
 from jdelta._src.program.constants import Constant
+from jdelta._src.regions.region import RegionPolicy, region
 
 if TYPE_CHECKING:
     from jdelta._call import Call

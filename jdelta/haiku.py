@@ -8,7 +8,7 @@ from typing import Any
 from haiku._src import base as _base
 from haiku._src import stateful
 
-from jdelta._region import RegionPolicy, region
+from jdelta._src.regions.region import RegionPolicy, region
 
 
 def inside_transform() -> bool:

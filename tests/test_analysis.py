@@ -22,9 +22,9 @@ from jdelta._src.estimate.buffers import Compiler, storage
 from jdelta._src.estimate.memory import stored_sizes, timeline
 from jdelta._src.estimate.seconds import operation_seconds, program_seconds
 from jdelta._src.program.graph import graph_of
+from jdelta._src.regions.trace import trace
 from jdelta._src.solver import Knapsack
 from jdelta._table import rows
-from jdelta._trace import trace
 
 RATES = Rates(
     matmul=(("float32", 1e12),),

@@ -17,8 +17,8 @@ from jdelta._pins import Pins
 from jdelta._residual import residuals
 from jdelta._search import Search
 from jdelta._src.backends.target import resolve
+from jdelta._src.regions.trace import trace
 from jdelta._src.solver import Knapsack
-from jdelta._trace import trace
 from tests.planning import decided, under
 from tests.rules import bell, soft
 from tests.stacks import STACKS, scanned, unrolled

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 import jdelta
-from jdelta import Decision, _segments
-from jdelta._automatic import tracing
+from jdelta import Decision
 from jdelta._emit import Step, emit
 from jdelta._forward_first import with_forward_first
 from jdelta._plain_inputs import with_plain_inputs
-from jdelta._region import Session
-from jdelta._segments import bytes_held, loss_begins, segments
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
+from jdelta._src.regions import cut
+from jdelta._src.regions.cut import bytes_held, loss_begins, segments
+from jdelta._src.regions.find import tracing
+from jdelta._src.regions.region import Session
 from tests.compilers import TARGETS, needs_cuda
 from tests.frameworks import FORMS, STEPS
 from tests.planning import planned, under
@@ -71,7 +72,7 @@ def test_small_values_take_no_places_from_large_ones(monkeypatch):
     count = len(_jax.open_jaxpr(program).eqns)
     costs = []
     for most in (count, count // 4):
-        monkeypatch.setattr(_segments, "MOST_CUTS", most)
+        monkeypatch.setattr(cut, "MOST_CUTS", most)
         found = segments(_jax.open_jaxpr(program).eqns)
         costs.append(sum(cost(program, [0, *(s.stop for s in found)])))
     assert costs[1] <= 1.25 * costs[0]
@@ -117,7 +118,7 @@ def test_coarse_cuts_are_fewer_and_not_much_worse():
     fine, coarse = segments(eqns), segments(eqns, coarse=True)
     assert len(coarse) < len(fine)
     sums = [sum(cost(program, [0, *(s.stop for s in found)])) for found in (fine, coarse)]
-    assert sums[0] <= sums[1] <= _segments.COARSE * sums[0]
+    assert sums[0] <= sums[1] <= cut.COARSE * sums[0]
 
 
 def test_of_cuts_that_keep_as_much_those_with_less_in_turn():

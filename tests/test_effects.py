@@ -314,7 +314,7 @@ def test_errors_of_the_step_pass_as_they_are():
 @pytest.mark.parametrize("where", ["_segments.segments", "_emit.timeline", "_residual.storage"])
 def test_errors_that_are_not_the_steps_get_a_name(monkeypatch, where):
     module, name = where.split(".")
-    owner = "jdelta._automatic" if name == "segments" else f"jdelta.{module}"
+    owner = "jdelta._src.regions.find" if name == "segments" else f"jdelta.{module}"
 
     def fails(*_, **__):
         raise RuntimeError("not told")

@@ -19,9 +19,7 @@ from jax.experimental import pallas as pl
 
 import jdelta
 from jdelta import Decision
-from jdelta._automatic import with_regions
 from jdelta._emit import Step, emit
-from jdelta._policy import Policy
 from jdelta._residual import residuals
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import resolve
@@ -29,7 +27,9 @@ from jdelta._src.estimate.buffers import Compiler, storage
 from jdelta._src.estimate.seconds import operation_seconds
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.loop_nest import walk
-from jdelta._trace import trace
+from jdelta._src.regions.find import with_regions
+from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.trace import trace
 from jdelta._ways import offload_refusal
 from tests.planning import decided, under
 

@@ -6,8 +6,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jdelta
-from jdelta._policy import Policy
 from jdelta._src.program.hlo_names import Computed
+from jdelta._src.regions.policy import Policy
 from tests.compilers import TARGETS
 
 PROGRAM = """HloModule fates

@@ -10,8 +10,8 @@ from jax import lax
 
 import jdelta
 from jdelta import Decision
-from jdelta._modules import module_paths
 from jdelta._src.program.names import inner_path
+from jdelta._src.regions.modules import module_paths
 from jdelta._table import WIDTH, aligned, rows
 from tests.frameworks import LAYERS, STEPS, keras, penzai
 from tests.planning import decided

@@ -11,9 +11,9 @@ import pytest
 
 import jdelta
 from jdelta import BudgetError, Decision, PlanMismatchError, TargetError
-from jdelta._policy import Policy
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
+from jdelta._src.regions.policy import Policy
 from tests import small
 from tests.versions import fails_in_jax_0_10_with_remat3
 

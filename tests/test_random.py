@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import jdelta
-from jdelta._policy import Policy
-from jdelta._random import with_written_bits
-from jdelta._region import Session
 from jdelta._src import _jax
 from jdelta._src.program.names import add_names
+from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.random_bits import with_written_bits
+from jdelta._src.regions.region import Session
 
 KEY = jax.random.key(3)
 BARRIER = "optimization_barrier"

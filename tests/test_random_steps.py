@@ -15,12 +15,12 @@ from jdelta._boundary import with_boundaries
 from jdelta._emit import Step, emit
 from jdelta._items import items_of
 from jdelta._pins import Pins
-from jdelta._policy import Policy
 from jdelta._residual import residuals
 from jdelta._src.backends.target import resolve
 from jdelta._src.decision import Decision
+from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.trace import trace
 from jdelta._timing import TIMED, is_timed, timed
-from jdelta._trace import trace
 from tests.planning import under
 from tests.random_steps import LAYER_FORMS, arguments, forms, step_of
 from tests.spilling import open_store

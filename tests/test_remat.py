@@ -20,10 +20,10 @@ from jax.interpreters import ad, mlir
 
 import jdelta
 from jdelta import Decision, PlanMismatchError
-from jdelta._policy import Policy
-from jdelta._region import Grouping, Session
 from jdelta._src import _jax
-from jdelta._trace import trace
+from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.region import Grouping, Session
+from jdelta._src.regions.trace import trace
 from tests import stacks
 from tests.planning import decided, under
 from tests.stacks import kept
@@ -763,7 +763,7 @@ import jax, jdelta, sys
 from benchmarks.models import build
 from jdelta._residual import residuals
 from jdelta._src.backends.target import resolve
-from jdelta._trace import trace
+from jdelta._src.regions.trace import trace
 case = build("gpt2", small=True, scan=True, remat=jdelta.remat)
 found = trace(case.step, case.state, case.batch)
 names = [r.name for region in found.regions for r in residuals(region, resolve("tpu:v5e"))]

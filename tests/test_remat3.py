@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jdelta
 from jdelta import Decision, PlanMismatchError
-from jdelta._automatic import with_regions
-from jdelta._policy import Policy
+from jdelta._src.regions.find import with_regions
+from jdelta._src.regions.policy import Policy
 from tests.planning import decided, under
 from tests.stacks import STACKS, kept, scanned, unrolled
 

@@ -196,7 +196,7 @@ def test_every_decision_has_a_colour():
 
 
 def test_values_are_called_by_their_names():
-    from jdelta._trace import trace
+    from jdelta._src.regions.trace import trace
 
     found = trace(small.step, *small.make_args(8))
     names = set(labels(found.graph, found.plan_name).values())

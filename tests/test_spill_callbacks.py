@@ -18,8 +18,8 @@ from jdelta import Decision, SpillError, _spilling
 from jdelta._files import to_files
 from jdelta._residual import residuals
 from jdelta._src.backends.target import published
+from jdelta._src.regions.trace import trace
 from jdelta._src.spill import SpillRates, by_callback, callbacks
-from jdelta._trace import trace
 
 DEVICES = 2
 PIN = {"block/dot_general": "spill", "*mul_3": "save"}

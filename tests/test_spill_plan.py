@@ -27,8 +27,8 @@ from jdelta._src.backends.target import resolve
 from jdelta._src.format import format_bytes
 from jdelta._src.program.hlo_names import RECOMPUTE
 from jdelta._src.program.names import RegionName
+from jdelta._src.regions.trace import trace
 from jdelta._src.spill import SpillRates, rates_of, write
-from jdelta._trace import trace
 from tests.frameworks import FORMS, LAYERS, STEPS
 from tests.parallel import PARALLEL
 from tests.trainers import MICRO, TRAINERS

@@ -18,18 +18,18 @@ from jax._src.ad_checkpoint import saved_residuals
 import jdelta
 from benchmarks.models import build, identity
 from jdelta import Decision
-from jdelta._automatic import with_regions
 from jdelta._items import items_of
 from jdelta._pins import NO_PINS
-from jdelta._policy import Policy
 from jdelta._residual import residuals
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.program.primitives import MATMULS
+from jdelta._src.regions.find import with_regions
+from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.trace import trace
 from jdelta._src.solver import Knapsack, Milp
-from jdelta._trace import trace
 from tests.planning import planned, under
 
 STEPS = {

@@ -20,13 +20,13 @@ from jdelta._boundary import with_boundaries
 from jdelta._items import items_of
 from jdelta._pins import NO_PINS
 from jdelta._pipeline import Clock
-from jdelta._policy import Policy
-from jdelta._region import Session
 from jdelta._src import _jax
 from jdelta._src._jax import transfers
 from jdelta._src.backends.target import resolve
+from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.region import Session
+from jdelta._src.regions.trace import trace
 from jdelta._timing import HEAD, IN_FLIGHT, _Timing, timed
-from jdelta._trace import trace
 
 TARGET = resolve("tpu:v5e:2x2")
 FAST = dataclasses.replace(TARGET.rates, device_to_host=1e15, host_to_device=1e15)

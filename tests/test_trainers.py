@@ -18,7 +18,7 @@ from jdelta._residual import residuals
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
 from jdelta._src.program.loop_nest import Nest
-from jdelta._trace import trace
+from jdelta._src.regions.trace import trace
 from tests.frameworks import LAYERS, mean_square
 from tests.planning import planned, under
 from tests.trainers import MICRO, STEPS, TRAINERS, descend, layer, rows_of, weights

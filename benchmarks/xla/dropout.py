@@ -2,7 +2,7 @@
 
 The least number of GPT-2 blocks that shows it, two (batch 8, length 1024), everything in them
 recomputed: by `jax.checkpoint`, and by jdelta, which writes random bits to memory before they are
-read where the target is a TPU (`jdelta/_random.py`). Beside it the plain step.
+read where the target is a TPU (`jdelta/_src/regions/random_bits.py`). Beside it the plain step.
 
     python -m benchmarks.xla.dropout --json benchmarks/results/dropout.json
 

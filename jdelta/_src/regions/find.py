@@ -19,14 +19,14 @@ from typing import Any
 import jax
 from jax import lax
 
-from jdelta._groups import grouped
-from jdelta._modules import ClosedOver, Weight, module_paths, with_modules
-from jdelta._region import Session, inside_region, is_inside, region
-from jdelta._region_names import UNNAMED, Named, named
-from jdelta._segments import bytes_held, has_products, loss_begins, segments
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
 from jdelta._src.program.scan import Scan
+from jdelta._src.regions.cut import bytes_held, has_products, loss_begins, segments
+from jdelta._src.regions.layer_groups import grouped
+from jdelta._src.regions.modules import ClosedOver, Weight, module_paths, with_modules
+from jdelta._src.regions.region import Session, inside_region, is_inside, region
+from jdelta._src.regions.region_names import UNNAMED, Named, named
 
 LOOP_SHARE = 0.2
 """Part of what a program holds from which on a loop's body is cut, and is no part of a unit."""

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdelta._region import RegionPolicy, Session, is_inside
 from jdelta._src import _jax
 from jdelta._src.program.names import RegionName
+from jdelta._src.regions.region import RegionPolicy, Session, is_inside
 
 
 def grouped(

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdelta._automatic import tracing
-from jdelta._region import AS_WRITTEN, Grouping, Session
 from jdelta._src import _jax
 from jdelta._src._jax import Jaxpr
 from jdelta._src._jax.sharding import Shardings, Spec, shardings_of
@@ -20,6 +18,8 @@ from jdelta._src.errors import JdeltaError, TraceError
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.loop_nest import Nest, walk
 from jdelta._src.program.names import RegionName
+from jdelta._src.regions.find import tracing
+from jdelta._src.regions.region import AS_WRITTEN, Grouping, Session
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from jdelta._modules import LISTED
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn
 from jdelta._src.program.names import Path, common, inner_path, scope_path
 from jdelta._src.program.primitives import MATMULS
+from jdelta._src.regions.modules import LISTED
 
 UNNAMED = "unit"
 """What a region is called whose products are in no module, or in several."""

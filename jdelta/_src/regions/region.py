@@ -15,12 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from jdelta._modules import ClosedOver, Weight, module_paths, with_modules
-from jdelta._random import with_written_bits
 from jdelta._src import _jax
 from jdelta._src._jax.region_primitive import cotangent_primitive, region_primitive
 from jdelta._src.errors import TraceError
 from jdelta._src.program.names import RegionName, add_names, scope_path
+from jdelta._src.regions.modules import ClosedOver, Weight, module_paths, with_modules
+from jdelta._src.regions.random_bits import with_written_bits
 
 
 @runtime_checkable

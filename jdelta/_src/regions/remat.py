@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-from jdelta._region import RegionPolicy, region
+from jdelta._src.regions.region import RegionPolicy, region
 
 T = TypeVar("T", bound=Callable[..., Any])
 
