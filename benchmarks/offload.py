@@ -29,11 +29,11 @@ import jdelta
 from benchmarks import cases, record
 from benchmarks.models import build, checkpoint
 from benchmarks.record import Row, mib, share
-from jdelta._residual import residuals
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import Measurement, measure
 from jdelta._src.regions.trace import trace
-from jdelta._ways import offload_refusal
+from jdelta._src.residuals.links import offload_refusal
+from jdelta._src.residuals.residual import residuals
 
 LAYERS, ROWS, WIDTH = 16, 32768, 1024
 GPT2 = {"batch": 8, "length": 1024, "dtype": jnp.bfloat16}

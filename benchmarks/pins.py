@@ -21,12 +21,12 @@ from benchmarks.budgets import STEPS, TARGETS
 from benchmarks.models import build
 from benchmarks.record import Row, mib
 from jdelta import Decision
-from jdelta._boundary import with_boundaries
 from jdelta._emit import Step, emit
-from jdelta._items import Items, items_of
-from jdelta._pins import NO_PINS
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import Trace
+from jdelta._src.residuals.items import Items, items_of
+from jdelta._src.residuals.pins import NO_PINS
+from jdelta._src.residuals.region_inputs import with_boundaries
 
 SMALLEST = 1 << 20
 """Bytes of a value below which its worth is not looked at."""

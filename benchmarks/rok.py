@@ -28,9 +28,9 @@ from benchmarks import cases, policies, record
 from benchmarks.models import Case, checkpoint, find, identity
 from benchmarks.record import Row, mib
 from jdelta import plot
-from jdelta._files import to_files
-from jdelta._residual import residuals as residuals_of
 from jdelta._src.backends.target import resolve
+from jdelta._src.residuals.file_link import to_files
+from jdelta._src.residuals.residual import residuals as residuals_of
 from jdelta._src.spill import rates_of
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -15,13 +15,13 @@ from benchmarks import cases, record
 from benchmarks.budgets import STEPS, TARGETS
 from benchmarks.models import build
 from benchmarks.record import Row, mib
-from jdelta._boundary import with_boundaries
 from jdelta._emit import Step, emit
-from jdelta._items import items_of
-from jdelta._pins import NO_PINS
 from jdelta._src.hlo.measure import measure
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import Trace
+from jdelta._src.residuals.items import items_of
+from jdelta._src.residuals.pins import NO_PINS
+from jdelta._src.residuals.region_inputs import with_boundaries
 from jdelta._src.solver import Knapsack
 
 KEPT = (None, 0.0, 0.2, 0.4, 0.6)

@@ -31,9 +31,9 @@ import jdelta
 from benchmarks import record
 from benchmarks.models import Case, find, identity
 from benchmarks.record import Row, mib
-from jdelta._files import Way, to_files
-from jdelta._residual import Residual
 from jdelta._src.backends.target import resolve
+from jdelta._src.residuals.file_link import Way, to_files
+from jdelta._src.residuals.residual import Residual
 from jdelta._src.spill import rates_of
 
 SHAPE = {"vocab": 1024, "length": 256, "dtype": jnp.float32, "scan": False}

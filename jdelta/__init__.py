@@ -18,7 +18,6 @@ from jdelta._plan import Plan as Plan
 from jdelta._plan import load as load
 from jdelta._planning import jit as jit
 from jdelta._planning import plan as plan
-from jdelta._residual import Residual as Residual
 from jdelta._rok import RokPoint as RokPoint
 from jdelta._schedule import Placement as Placement
 from jdelta._schedule import Schedule as Schedule
@@ -34,6 +33,7 @@ from jdelta._src.errors import SpillError as SpillError
 from jdelta._src.errors import TargetError as TargetError
 from jdelta._src.errors import TraceError as TraceError
 from jdelta._src.regions.remat import remat as remat
+from jdelta._src.residuals.residual import Residual as Residual
 from jdelta._src.solver import Knapsack as Knapsack
 from jdelta._src.solver import Milp as Milp
 from jdelta._src.spill import Spill as Spill

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jdelta._residual import Residual
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, PlanMismatchError
 from jdelta._src.format import format_bytes
+from jdelta._src.residuals.residual import Residual
 from jdelta._table import rows, shown
 
 if TYPE_CHECKING:

@@ -10,23 +10,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta._boundary import users_names, with_boundaries
 from jdelta._candidate import Candidate, Found
 from jdelta._compiles import History
 from jdelta._emit import Step
-from jdelta._hand import decisions_of
-from jdelta._items import items_of
-from jdelta._pins import Pins
-from jdelta._residual import Residual
 from jdelta._search import EARLY, GROUPS, MOST_COMPILES, Search
 from jdelta._src.budget import Budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.regions.region import AS_WRITTEN, Grouping
 from jdelta._src.regions.trace import Trace
+from jdelta._src.residuals.hand_policy import decisions_of
+from jdelta._src.residuals.items import items_of
+from jdelta._src.residuals.links import Way
+from jdelta._src.residuals.pins import Pins
+from jdelta._src.residuals.region_inputs import users_names, with_boundaries
+from jdelta._src.residuals.residual import Residual
+from jdelta._src.residuals.unpinnable import why_unpinnable
 from jdelta._src.solver import Solver
-from jdelta._unpinnable import why_unpinnable
-from jdelta._ways import Way
 
 _LOG = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from jdelta._jitted import Arguments, Jitted, jitted, together
 from jdelta._picture import Picture, picture
 from jdelta._planned import PlannedStep, compiled
 from jdelta._report import page
-from jdelta._residual import Residual
 from jdelta._rok import RokPoint
 from jdelta._src.backends.target import attached
 from jdelta._src.decision import Decision
@@ -29,6 +28,7 @@ from jdelta._src.errors import ArgumentError, PlanMismatchError, SpillError, Tar
 from jdelta._src.hlo.overlap import Overlap
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
+from jdelta._src.residuals.residual import Residual
 from jdelta._src.spill import Spill, SpillRates, Store, by_callback
 from jdelta._table import format_table, rows, summary
 

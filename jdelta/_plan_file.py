@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jdelta._residual import Residual
 from jdelta._src.errors import PlanMismatchError, SpillError
 from jdelta._src.hlo.overlap import Overlap
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
+from jdelta._src.residuals.residual import Residual
 from jdelta._src.spill import Spill, SpillRates
 from jdelta._src.versions import __version__
 

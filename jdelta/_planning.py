@@ -19,12 +19,9 @@ from jdelta._candidate import Found
 from jdelta._compiles import History
 from jdelta._deferred import DeferredPlan
 from jdelta._emit import Step
-from jdelta._files import to_files
-from jdelta._items import Items
 from jdelta._jitted import OPTIONS, Jitted, check_kind, check_options, jitted
 from jdelta._layers import Planning
 from jdelta._plan import Plan
-from jdelta._residual import Residual
 from jdelta._spilled import check_handlers
 from jdelta._src.backends.target import Target, is_on_host, resolve
 from jdelta._src.budget import parse_budget, parse_host_budget
@@ -35,12 +32,15 @@ from jdelta._src.format import format_bytes, format_some
 from jdelta._src.hlo.measure import Measurement
 from jdelta._src.regions.region import Grouping
 from jdelta._src.regions.trace import Trace, own_errors_only, trace
+from jdelta._src.residuals.file_link import to_files
+from jdelta._src.residuals.items import Items
+from jdelta._src.residuals.links import Way
+from jdelta._src.residuals.residual import Residual
 from jdelta._src.solver import Knapsack, Milp, Solver
 from jdelta._src.solver.solution import Outcome
 from jdelta._src.spill import Spill, SpillRates, Store, agreed_rates, by_callback
 from jdelta._src.versions import versions
 from jdelta._verify import Limits, verify
-from jdelta._ways import Way
 
 MARGIN = 0.05
 """Share of a target's memory left to allocator and runtime when no budget is given."""

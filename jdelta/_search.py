@@ -20,7 +20,6 @@ from jdelta._candidate import (
 )
 from jdelta._compiles import Compiles, Correction, History
 from jdelta._emit import Emission, Step, emit
-from jdelta._items import Items
 from jdelta._spilled import check_spilled
 from jdelta._src.budget import Budget
 from jdelta._src.decision import Decision
@@ -31,6 +30,7 @@ from jdelta._src.program.loop_nest import walk
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
 from jdelta._src.regions.trace import Trace
+from jdelta._src.residuals.items import Items
 from jdelta._src.solver.base import Solver
 from jdelta._src.solver.problem import Problem
 from jdelta._src.solver.solution import Outcome

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jdelta._residual import Residual
 from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
 from jdelta._src.errors import SpillError
 from jdelta._src.format import format_bytes, format_some
+from jdelta._src.residuals.residual import Residual
 from jdelta._src.spill import try_out
 
 

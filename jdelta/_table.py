@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from jdelta._residual import Residual
 from jdelta._src.decision import Decision
 from jdelta._src.format import format_array, format_bytes, format_seconds, format_short, format_some
 from jdelta._src.regions.region import Grouping
+from jdelta._src.residuals.residual import Residual
 
 if TYPE_CHECKING:
     from jdelta._plan import Plan

@@ -3,14 +3,14 @@
 import dataclasses
 import math
 
-from jdelta._items import items_of
-from jdelta._pins import NO_PINS
-from jdelta._residual import residuals
 from jdelta._src.backends.target import resolve
 from jdelta._src.regions.find import tracing
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import AS_WRITTEN, Session
 from jdelta._src.regions.trace import trace
+from jdelta._src.residuals.items import items_of
+from jdelta._src.residuals.pins import NO_PINS
+from jdelta._src.residuals.residual import residuals
 from jdelta._src.solver import Knapsack
 
 

@@ -12,9 +12,6 @@ from jax.experimental.ode import odeint
 
 import jdelta
 from benchmarks.xla import storage as facts
-from jdelta._items import items_of
-from jdelta._pins import NO_PINS, Pins
-from jdelta._residual import residuals
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import published, resolve
 from jdelta._src.decision import Decision
@@ -23,6 +20,9 @@ from jdelta._src.estimate.memory import stored_sizes, timeline
 from jdelta._src.estimate.seconds import operation_seconds, program_seconds
 from jdelta._src.program.graph import graph_of
 from jdelta._src.regions.trace import trace
+from jdelta._src.residuals.items import items_of
+from jdelta._src.residuals.pins import NO_PINS, Pins
+from jdelta._src.residuals.residual import residuals
 from jdelta._src.solver import Knapsack
 from jdelta._table import rows
 

@@ -42,10 +42,10 @@ from benchmarks import (
 )
 from benchmarks.xla import cycles, dropout, gradients, kernels
 from jdelta import TargetError, _largest
-from jdelta._files import Scope, hidden_scopes
 from jdelta._planning import NEXT_IS_TOO_LARGE
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import resolve
+from jdelta._src.residuals.file_link import Scope, hidden_scopes
 from jdelta._src.spill import SpillRates
 from tests.programs import PROGRAMS, SMALL
 from tests.versions import fails_in_jax_0_10_with_remat3

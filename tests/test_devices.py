@@ -24,7 +24,6 @@ import jdelta
 from benchmarks.sharded import Cut, case
 from jdelta import Decision
 from jdelta._emit import Step, emit
-from jdelta._residual import residuals
 from jdelta._src import _jax
 from jdelta._src._jax.sharding import Axis, local_shape, shardings_of
 from jdelta._src.backends.target import resolve
@@ -34,6 +33,7 @@ from jdelta._src.program.graph import graph_of
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
+from jdelta._src.residuals.residual import residuals
 from jdelta._stacks import _Kind, _kind
 from jdelta._timing import timed
 from tests.frameworks import mean_square

@@ -11,7 +11,6 @@ import jdelta
 from benchmarks.models import build
 from jdelta import BudgetError, Decision, PlanMismatchError, _rows
 from jdelta._emit import Step, emit
-from jdelta._residual import residuals
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
@@ -19,6 +18,7 @@ from jdelta._src.program.loop_nest import Nest
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
 from jdelta._src.regions.trace import trace
+from jdelta._src.residuals.residual import residuals
 from tests.compilers import TARGETS, needs_cuda
 from tests.frameworks import LAYERS, STEPS, block, mean_square, plain
 from tests.planning import planned, under

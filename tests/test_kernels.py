@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 import jdelta
 from jdelta import Decision
 from jdelta._emit import Step, emit
-from jdelta._residual import residuals
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import resolve
 from jdelta._src.estimate.buffers import Compiler, storage
@@ -30,7 +29,8 @@ from jdelta._src.program.loop_nest import walk
 from jdelta._src.regions.find import with_regions
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
-from jdelta._ways import offload_refusal
+from jdelta._src.residuals.links import offload_refusal
+from jdelta._src.residuals.residual import residuals
 from tests.planning import decided, under
 
 ROWS, WIDTH = 16, 16

@@ -761,7 +761,7 @@ def test_a_plan_with_one_more_checkpoint_is_no_policy():
 PROGRAM = """
 import jax, jdelta, sys
 from benchmarks.models import build
-from jdelta._residual import residuals
+from jdelta._src.residuals.residual import residuals
 from jdelta._src.backends.target import resolve
 from jdelta._src.regions.trace import trace
 case = build("gpt2", small=True, scan=True, remat=jdelta.remat)

@@ -15,10 +15,10 @@ from spilling import Device, check, flow, network
 
 import jdelta
 from jdelta import Decision, SpillError, _spilling
-from jdelta._files import to_files
-from jdelta._residual import residuals
 from jdelta._src.backends.target import published
 from jdelta._src.regions.trace import trace
+from jdelta._src.residuals.file_link import to_files
+from jdelta._src.residuals.residual import residuals
 from jdelta._src.spill import SpillRates, by_callback, callbacks
 
 DEVICES = 2

@@ -18,16 +18,16 @@ import jdelta
 from benchmarks import rok
 from benchmarks.models import identity
 from jdelta import Decision, SpillError, _spilling
-from jdelta._boundary import with_boundaries
 from jdelta._drift import Drift
-from jdelta._files import Scope, hidden_scopes, to_files
-from jdelta._items import items_of
-from jdelta._pins import NO_PINS, Pins
 from jdelta._src.backends.target import resolve
 from jdelta._src.format import format_bytes
 from jdelta._src.program.hlo_names import RECOMPUTE
 from jdelta._src.program.names import RegionName
 from jdelta._src.regions.trace import trace
+from jdelta._src.residuals.file_link import Scope, hidden_scopes, to_files
+from jdelta._src.residuals.items import items_of
+from jdelta._src.residuals.pins import NO_PINS, Pins
+from jdelta._src.residuals.region_inputs import with_boundaries
 from jdelta._src.spill import SpillRates, rates_of, write
 from tests.frameworks import FORMS, LAYERS, STEPS
 from tests.parallel import PARALLEL

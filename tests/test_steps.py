@@ -18,9 +18,6 @@ from jax._src.ad_checkpoint import saved_residuals
 import jdelta
 from benchmarks.models import build, identity
 from jdelta import Decision
-from jdelta._items import items_of
-from jdelta._pins import NO_PINS
-from jdelta._residual import residuals
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
 from jdelta._src.program.graph import graph_of
@@ -29,6 +26,9 @@ from jdelta._src.program.primitives import MATMULS
 from jdelta._src.regions.find import with_regions
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
+from jdelta._src.residuals.items import items_of
+from jdelta._src.residuals.pins import NO_PINS
+from jdelta._src.residuals.residual import residuals
 from jdelta._src.solver import Knapsack, Milp
 from tests.planning import planned, under
 

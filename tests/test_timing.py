@@ -16,9 +16,6 @@ from benchmarks.models import find
 from benchmarks.offload import by_hand, queries, shapes, size, stack
 from benchmarks.offload import layer as stack_layer
 from jdelta import BudgetError, Decision, _timing
-from jdelta._boundary import with_boundaries
-from jdelta._items import items_of
-from jdelta._pins import NO_PINS
 from jdelta._pipeline import Clock
 from jdelta._src import _jax
 from jdelta._src._jax import transfers
@@ -26,6 +23,9 @@ from jdelta._src.backends.target import resolve
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Session
 from jdelta._src.regions.trace import trace
+from jdelta._src.residuals.items import items_of
+from jdelta._src.residuals.pins import NO_PINS
+from jdelta._src.residuals.region_inputs import with_boundaries
 from jdelta._timing import HEAD, IN_FLIGHT, _Timing, timed
 
 TARGET = resolve("tpu:v5e:2x2")

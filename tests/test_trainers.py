@@ -12,13 +12,13 @@ from compilers import TARGETS
 import jdelta
 from benchmarks.models import identity
 from jdelta import Decision
-from jdelta._boundary import with_boundaries
 from jdelta._emit import Step, emit
-from jdelta._residual import residuals
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
 from jdelta._src.program.loop_nest import Nest
 from jdelta._src.regions.trace import trace
+from jdelta._src.residuals.region_inputs import with_boundaries
+from jdelta._src.residuals.residual import residuals
 from tests.frameworks import LAYERS, mean_square
 from tests.planning import planned, under
 from tests.trainers import MICRO, STEPS, TRAINERS, descend, layer, rows_of, weights

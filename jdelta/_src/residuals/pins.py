@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from jdelta._residual import Residual
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
+from jdelta._src.residuals.links import Way
+from jdelta._src.residuals.residual import Residual
 from jdelta._src.solver.problem import AWAY
-from jdelta._ways import Way
 
 _NO_NAMES: Mapping[str, Sequence[str]] = MappingProxyType({})
 

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jdelta._residual import Residual, needed_inputs, residuals, with_consumers
 from jdelta._src import _jax
 from jdelta._src.backends.target import Target
 from jdelta._src.program.graph import Graph, Operation, Value
@@ -19,6 +18,7 @@ from jdelta._src.program.loop_nest import OUTSIDE, Nest
 from jdelta._src.program.names import RegionName
 from jdelta._src.program.primitives import CHEAP, FREE
 from jdelta._src.regions.trace import Trace
+from jdelta._src.residuals.residual import Residual, needed_inputs, residuals, with_consumers
 
 INPUT_OF_REGION = "input"
 """What stands for the producer of a boundary that no region makes."""

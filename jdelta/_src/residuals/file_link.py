@@ -13,11 +13,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jdelta._residual import Residual
 from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
+from jdelta._src.residuals.links import Way
+from jdelta._src.residuals.residual import Residual
 from jdelta._src.spill import Spill, SpillRates
-from jdelta._ways import Way
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from jdelta._residual import Residual
 from jdelta._src import _jax
 from jdelta._src.decision import Decision
 from jdelta._src.errors import JdeltaError, PlanMismatchError
@@ -15,6 +14,7 @@ from jdelta._src.program.names import RegionName
 from jdelta._src.program.primitives import PARTS
 from jdelta._src.regions.region import plan_in
 from jdelta._src.regions.trace import Trace
+from jdelta._src.residuals.residual import Residual
 
 
 def decisions_of(

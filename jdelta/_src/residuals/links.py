@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jdelta._residual import Residual
 from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
+from jdelta._src.residuals.residual import Residual
 from jdelta._src.solver.problem import Move, Tier
 
 HIDING = 0.8

@@ -1,0 +1,1 @@
+"""A step as a planning problem: residuals, region inputs, links to other memories, pins."""
