@@ -12,7 +12,6 @@ import jdelta
 from benchmarks.models import Case
 from benchmarks.record import Row
 from jdelta._call import call_of
-from jdelta._emit import Step, emit
 from jdelta._jitted import jitted
 from jdelta._planned import step_of
 from jdelta._src._jax.sharding import shardings_of
@@ -23,6 +22,7 @@ from jdelta._src.hlo.measure import Measurement, measure
 from jdelta._src.hlo.overlap import Overlap, read_overlap
 from jdelta._src.hlo.seconds import seconds
 from jdelta._src.hlo.text import Computation, Instruction, Module, parse
+from jdelta._src.passes.emit import Step, emit
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.hlo_names import NOTHING, Computed
 from jdelta._src.regions.policy import Policy

@@ -15,8 +15,8 @@ from benchmarks import cases, record
 from benchmarks.budgets import STEPS, TARGETS
 from benchmarks.models import build
 from benchmarks.record import Row, mib
-from jdelta._emit import Step, emit
 from jdelta._src.hlo.measure import measure
+from jdelta._src.passes.emit import Step, emit
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import Trace
 from jdelta._src.residuals.items import items_of

@@ -16,9 +16,9 @@ from benchmarks import record
 from benchmarks.models import build, checkpoint
 from benchmarks.order import training
 from benchmarks.record import Row, mib, share
-from jdelta._emit import Step, emit
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
+from jdelta._src.passes.emit import Step, emit
 
 STEPS: dict[str, dict[str, Any]] = {
     "gpt2": {"batch": 1, "dropout": 0.0},

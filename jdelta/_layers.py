@@ -12,11 +12,11 @@ from typing import Any
 
 from jdelta._candidate import Candidate, Found
 from jdelta._compiles import History
-from jdelta._emit import Step
 from jdelta._search import EARLY, GROUPS, MOST_COMPILES, Search
 from jdelta._src.budget import Budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, TraceError
+from jdelta._src.passes.emit import Step
 from jdelta._src.regions.region import AS_WRITTEN, Grouping
 from jdelta._src.regions.trace import Trace
 from jdelta._src.residuals.hand_policy import decisions_of

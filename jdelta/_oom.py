@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from jdelta._call import Call, call_of
-from jdelta._emit import Step, fixed_bytes, local_bytes
 from jdelta._jitted import OPTIONS, jitted
 from jdelta._plan import Plan
 from jdelta._planning import plan
@@ -20,6 +19,7 @@ from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import Timeline, timeline
 from jdelta._src.format import format_array, format_bytes, format_seconds
+from jdelta._src.passes.emit import Step, fixed_bytes, local_bytes
 from jdelta._src.program.graph import labels
 from jdelta._src.regions.trace import Trace, trace
 from jdelta._table import NUMBERED, aligned

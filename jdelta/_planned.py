@@ -15,14 +15,14 @@ from jax.core import Tracer
 
 from jdelta._call import Call, call_of, described, difference
 from jdelta._drift import Drift
-from jdelta._emit import Step, emit
 from jdelta._jitted import Arguments, Jitted, jitted
-from jdelta._spilled import check_handlers, check_spilled
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve_planned
 from jdelta._src.errors import ArgumentError, BudgetError, PlanMismatchError
 from jdelta._src.format import format_bytes
 from jdelta._src.hlo.measure import Measurement, measure
+from jdelta._src.passes.emit import Step, emit
+from jdelta._src.passes.spill_record import check_handlers, check_spilled
 from jdelta._src.regions.trace import Trace, own_errors_only, trace
 from jdelta._src.spill import named_errors
 from jdelta._src.versions import other_versions

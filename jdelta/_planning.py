@@ -18,11 +18,9 @@ from jdelta._call import Call, call_of, described
 from jdelta._candidate import Found
 from jdelta._compiles import History
 from jdelta._deferred import DeferredPlan
-from jdelta._emit import Step
 from jdelta._jitted import OPTIONS, Jitted, check_kind, check_options, jitted
 from jdelta._layers import Planning
 from jdelta._plan import Plan
-from jdelta._spilled import check_handlers
 from jdelta._src.backends.target import Target, is_on_host, resolve
 from jdelta._src.budget import parse_budget, parse_host_budget
 from jdelta._src.decision import Decision
@@ -30,6 +28,8 @@ from jdelta._src.errors import ArgumentError, BudgetError
 from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.format import format_bytes, format_some
 from jdelta._src.hlo.measure import Measurement
+from jdelta._src.passes.emit import Step
+from jdelta._src.passes.spill_record import check_handlers
 from jdelta._src.regions.region import Grouping
 from jdelta._src.regions.trace import Trace, own_errors_only, trace
 from jdelta._src.residuals.file_link import to_files

@@ -19,13 +19,14 @@ from jdelta._candidate import (
     too_small,
 )
 from jdelta._compiles import Compiles, Correction, History
-from jdelta._emit import Emission, Step, emit
-from jdelta._spilled import check_spilled
 from jdelta._src.budget import Budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, OffloadError, SpillError
 from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.format import format_bytes
+from jdelta._src.passes.emit import Emission, Step, emit
+from jdelta._src.passes.spill_record import check_spilled
+from jdelta._src.passes.transfer_timing import TIED
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
@@ -34,7 +35,6 @@ from jdelta._src.residuals.items import Items
 from jdelta._src.solver.base import Solver
 from jdelta._src.solver.problem import Problem
 from jdelta._src.solver.solution import Outcome
-from jdelta._timing import TIED
 from jdelta._verify import host_fault
 
 MOST_COMPILES = 4

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdelta._candidate import Candidate, not_there, wrong_order
-from jdelta._spilled import check_spilled
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, OffloadError, PlanMismatchError, SpillError
 from jdelta._src.format import format_bytes, format_some
 from jdelta._src.hlo.host_buffers import without_place
+from jdelta._src.passes.spill_record import check_spilled
 from jdelta._src.program.graph import TRANSFER, Graph
 from jdelta._src.program.loop_nest import OUTSIDE, Nest
 from jdelta._src.residuals.residual import Residual

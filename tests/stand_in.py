@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from jdelta._emit import emit
 from jdelta._src.hlo.measure import Measurement
+from jdelta._src.passes.emit import emit
 
 EXACT = Measurement(0, 0, 0, 0, 0, 0, 0, 0, refused=False, seconds=0.0)
 """To be given a peak with `dataclasses.replace`."""

@@ -10,11 +10,11 @@ import pytest
 
 import jdelta
 from jdelta import Decision
-from jdelta._emit import Step, emit
-from jdelta._forward_first import with_forward_first
-from jdelta._plain_inputs import with_plain_inputs
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
+from jdelta._src.passes.emit import Step, emit
+from jdelta._src.passes.plain_region_inputs import with_plain_inputs
+from jdelta._src.passes.recompute_after_forward import with_forward_first
 from jdelta._src.regions import cut
 from jdelta._src.regions.cut import bytes_held, loss_begins, segments
 from jdelta._src.regions.find import tracing

@@ -23,19 +23,19 @@ from jax.sharding import PartitionSpec as P
 import jdelta
 from benchmarks.sharded import Cut, case
 from jdelta import Decision
-from jdelta._emit import Step, emit
 from jdelta._src import _jax
 from jdelta._src._jax.sharding import Axis, local_shape, shardings_of
 from jdelta._src.backends.target import resolve
 from jdelta._src.estimate.collectives import Collective, collectives
 from jdelta._src.hlo.measure import measure
+from jdelta._src.passes.emit import Step, emit
+from jdelta._src.passes.host_slots import _Kind, _kind
+from jdelta._src.passes.transfer_timing import timed
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.residual import residuals
-from jdelta._stacks import _Kind, _kind
-from jdelta._timing import timed
 from tests.frameworks import mean_square
 from tests.parallel import HIDDEN, LAYERS, PARALLEL, ROWS, WIDTH
 from tests.planning import planned, under

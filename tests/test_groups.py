@@ -9,11 +9,12 @@ import pytest
 
 import jdelta
 from benchmarks.models import build
-from jdelta import BudgetError, Decision, PlanMismatchError, _rows
-from jdelta._emit import Step, emit
+from jdelta import BudgetError, Decision, PlanMismatchError
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
+from jdelta._src.passes import stacked_weights
+from jdelta._src.passes.emit import Step, emit
 from jdelta._src.program.loop_nest import Nest
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
@@ -144,7 +145,7 @@ def test_weights_are_not_stacked_again(marked):
     found = trace(step, *args, grouping=Grouping(2))
     weights = sum(w.nbytes for w in args[0])
     traced = jax.make_jaxpr(under(found, halves(found), step))(*args)
-    again = functools.partial(_rows.evaluate, _jax.inline(traced))
+    again = functools.partial(stacked_weights.evaluate, _jax.inline(traced))
     again = jax.make_jaxpr(again)(*jax.tree.leaves(args))
     kept, left = (sum(map(_jax.bytes_of, loops(p)[0].outvars)) for p in (traced, again))
     assert left <= kept - weights
@@ -159,7 +160,7 @@ def test_a_layer_of_a_backward_loop_begins_when_those_after_it_are_through():
     assert kept.keys() <= set(values)
     decisions = dict.fromkeys(values, Decision.RECOMPUTE) | kept
     traced = jax.make_jaxpr(under(found, decisions, step))(*args)
-    again = functools.partial(_rows.evaluate, _jax.inline(traced))
+    again = functools.partial(stacked_weights.evaluate, _jax.inline(traced))
     _, backward = loops(jax.make_jaxpr(again)(*jax.tree.leaves(args)))
     eqns = _jax.open_jaxpr(backward.params["jaxpr"]).eqns
     barriers = [e.invars for e in eqns if e.primitive.name == "optimization_barrier"]

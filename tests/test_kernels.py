@@ -19,11 +19,11 @@ from jax.experimental import pallas as pl
 
 import jdelta
 from jdelta import Decision
-from jdelta._emit import Step, emit
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import resolve
 from jdelta._src.estimate.buffers import Compiler, storage
 from jdelta._src.estimate.seconds import operation_seconds
+from jdelta._src.passes.emit import Step, emit
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.regions.find import with_regions

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jdelta
-from jdelta._emit import emit
+from jdelta._src.passes.emit import emit
 from tests.programs import PROGRAMS, unmarked
 from tests.programs.table import flags
 from tests.stand_in import EXACT

@@ -11,16 +11,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import jdelta
-from jdelta._emit import Step, emit
 from jdelta._src.backends.target import resolve
 from jdelta._src.decision import Decision
+from jdelta._src.passes.emit import Step, emit
+from jdelta._src.passes.transfer_timing import TIMED, is_timed, timed
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import Pins
 from jdelta._src.residuals.region_inputs import with_boundaries
 from jdelta._src.residuals.residual import residuals
-from jdelta._timing import TIMED, is_timed, timed
 from tests.planning import under
 from tests.random_steps import LAYER_FORMS, arguments, forms, step_of
 from tests.spilling import open_store

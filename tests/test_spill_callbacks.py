@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from spilling import Device, check, flow, network
 
 import jdelta
-from jdelta import Decision, SpillError, _spilling
+from jdelta import Decision, SpillError
 from jdelta._src.backends.target import published
+from jdelta._src.passes import spill
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.residual import residuals
@@ -154,6 +155,6 @@ def test_a_tpu_holds_less(tmp_path, monkeypatch):
     kept, spilled = planned("save"), planned("spill")
     assert spilled.spill_bytes > 0
     assert spilled.compiled_peak <= kept.compiled_peak - 0.9 * spilled.spill_bytes
-    monkeypatch.setattr(_spilling, "read", forgets_to_read)
+    monkeypatch.setattr(spill, "read", forgets_to_read)
     with pytest.raises(SpillError, match="does not write and read back all bytes"):
         planned("spill")

@@ -15,8 +15,8 @@ import pytest
 
 import jdelta
 from jdelta import SpillError
-from jdelta._spilled import check_handlers
 from jdelta._src.backends.target import resolve
+from jdelta._src.passes.spill_record import check_handlers
 from jdelta._src.spill import Spill, SpillRates, _build, trial
 from jdelta._src.spill.callbacks import SPOILED
 from tests.compilers import needs_cuda
@@ -185,7 +185,7 @@ def test_handlers_are_tried_before_they_are_relied_on(monkeypatch):
 )
 def test_gpus_that_are_there_are_tried(platform, ahead, tried, monkeypatch):
     seen = []
-    monkeypatch.setattr(jdelta._spilled, "try_out", seen.append)
+    monkeypatch.setattr(jdelta._src.passes.spill_record, "try_out", seen.append)
     here = resolve("cpu", jax.device_put(0.0, jax.devices()[0]))
     where = dataclasses.replace(
         here, platform=platform, ahead_of_time=ahead, _devices=jax.devices()[:2]

@@ -17,10 +17,11 @@ from spilling import MIB, Device, check, flow, network, open_store, usage
 import jdelta
 from benchmarks import rok
 from benchmarks.models import identity
-from jdelta import Decision, SpillError, _spilling
+from jdelta import Decision, SpillError
 from jdelta._drift import Drift
 from jdelta._src.backends.target import resolve
 from jdelta._src.format import format_bytes
+from jdelta._src.passes import spill
 from jdelta._src.program.hlo_names import RECOMPUTE
 from jdelta._src.program.names import RegionName
 from jdelta._src.regions.trace import trace
@@ -398,12 +399,12 @@ def test_the_one_line_form(spill):
 
 def no_write(monkeypatch):
     """The rewrite forgets a value: it stays where `jax.checkpoint` has put it."""
-    real = _spilling._Run._write
+    real = spill._Run._write
 
     def forgets(run, name, x):
         return x if name == "block/dot_general" else real(run, name, x)
 
-    monkeypatch.setattr(_spilling._Run, "_write", forgets)
+    monkeypatch.setattr(spill._Run, "_write", forgets)
 
 
 def no_read(monkeypatch):
@@ -412,7 +413,7 @@ def no_read(monkeypatch):
     def zeros(store, token, aval, **place):
         return jnp.zeros(aval.shape, aval.dtype)
 
-    monkeypatch.setattr(_spilling, "read", zeros)
+    monkeypatch.setattr(spill, "read", zeros)
 
 
 def half_of_it(monkeypatch):
@@ -421,7 +422,7 @@ def half_of_it(monkeypatch):
     def half(store, x, **place):
         return write(store, x[: len(x) // 2], **place)
 
-    monkeypatch.setattr(_spilling, "write", half)
+    monkeypatch.setattr(spill, "write", half)
 
 
 @pytest.mark.parametrize("breaks", [no_write, no_read, half_of_it])
@@ -496,9 +497,9 @@ def test_what_is_handed_on_but_not_read_is_not_counted(tmp_path):
         return doubled, jax.device_put(away, jax.memory.Space.Device) if reads else x
 
     for reads in (True, False):
-        spilling = _spilling.Spilling(open_store(tmp_path), lambda name: True)
+        spilling = spill.Spilling(open_store(tmp_path), lambda name: True)
         staged = jax.make_jaxpr(functools.partial(step, reads))(x)
-        run, emitted = _spilling.spilled(staged, spilling)
+        run, emitted = spill.spilled(staged, spilling)
         jax.jit(run)(x)
         assert emitted.bytes == (x.nbytes if reads else 0)
         assert flow(spilling.store).planned == emitted.written

@@ -15,18 +15,19 @@ import jdelta
 from benchmarks.models import find
 from benchmarks.offload import by_hand, queries, shapes, size, stack
 from benchmarks.offload import layer as stack_layer
-from jdelta import BudgetError, Decision, _timing
-from jdelta._pipeline import Clock
+from jdelta import BudgetError, Decision
 from jdelta._src import _jax
 from jdelta._src._jax import transfers
 from jdelta._src.backends.target import resolve
+from jdelta._src.passes import transfer_timing
+from jdelta._src.passes.transfer_timing import HEAD, IN_FLIGHT, _Timing, timed
+from jdelta._src.passes.transfers_in_loops import Clock
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Session
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import NO_PINS
 from jdelta._src.residuals.region_inputs import with_boundaries
-from jdelta._timing import HEAD, IN_FLIGHT, _Timing, timed
 
 TARGET = resolve("tpu:v5e:2x2")
 FAST = dataclasses.replace(TARGET.rates, device_to_host=1e15, host_to_device=1e15)
@@ -316,7 +317,7 @@ def test_unrolled_units_compute_the_same(layers, platform):
 @pytest.mark.parametrize(("rows", "parts"), [(3, 1), (4, 4), (6, 2)])
 def test_what_can_hide_goes_to_the_host_of_a_tpu_in_parts(rows, parts, monkeypatch):
     x = jax.random.normal(jax.random.key(1), (rows, 8))
-    monkeypatch.setattr(_timing, "SLOT_SECONDS", x.nbytes / 4 / FAST.device_to_host)
+    monkeypatch.setattr(transfer_timing, "SLOT_SECONDS", x.nbytes / 4 / FAST.device_to_host)
     jaxpr, gone = check(unrolled(), (stacked(6), x), "tpu", away=("*/tanh",), rates=FAST)
     assert gone == 6
     reads = (parts + 1) // 2  # two parts at a time
@@ -447,8 +448,8 @@ def test_gradients_of_weights_are_not_put_off_and_vectors_are_left_to_the_compil
     args = [(w, w[0]) for w in stacked(3)], jax.random.normal(jax.random.key(1), (4, 8))
     step = unrolled(affine)
     staged, _ = offloading(step, args, away=())
-    assert _timing.is_timed(staged, "cuda", offloads=False)
-    assert not _timing.is_timed(staged, "tpu", offloads=False)
+    assert transfer_timing.is_timed(staged, "cuda", offloads=False)
+    assert not transfer_timing.is_timed(staged, "tpu", offloads=False)
     jaxpr, _ = check(step, args, away=())
     eqns = _jax.open_jaxpr(jaxpr).eqns
     barriers = [e for e in eqns if e.primitive.name == "optimization_barrier"]
@@ -477,8 +478,8 @@ def test_gradients_of_the_head_are_there_before_the_backward_loop(nested, around
     step = around(with_ends(layer, nested))
     args = ws, jax.random.normal(jax.random.key(1), (3, 4, 8)[around is not micro_batches :])
     staged, _ = offloading(step, args, away=())
-    assert _timing.is_timed(staged, "cuda", offloads=False)
-    assert not _timing.is_timed(staged, "tpu", offloads=False)
+    assert transfer_timing.is_timed(staged, "cuda", offloads=False)
+    assert not transfer_timing.is_timed(staged, "tpu", offloads=False)
     jaxpr, _ = check(step, args, away=())
     ties = (e for e in _jax.equations(jaxpr) if e.primitive.name == "optimization_barrier")
     shapes = [[v.aval.shape for v in tie.outvars] for tie in ties]

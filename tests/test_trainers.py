@@ -12,9 +12,9 @@ from compilers import TARGETS
 import jdelta
 from benchmarks.models import identity
 from jdelta import Decision
-from jdelta._emit import Step, emit
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
+from jdelta._src.passes.emit import Step, emit
 from jdelta._src.program.loop_nest import Nest
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.region_inputs import with_boundaries

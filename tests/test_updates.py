@@ -8,7 +8,7 @@ import pytest
 
 import jdelta
 from jdelta._src import _jax
-from jdelta._updates import updated_in_loops
+from jdelta._src.passes.weight_updates import updated_in_loops
 
 LAYERS, WIDTH = 8, 64
 

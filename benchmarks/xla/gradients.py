@@ -2,9 +2,9 @@
 
 Every block recomputed whole, by `jax.checkpoint` and by jdelta, which ties gradients to what comes
 next in the backward pass: those of a head's weights to what the backward loop begins with, those of
-a block outside of loops to what it hands on (`jdelta/_gradients.py`), and of those inside a loop
+a block outside of loops to what it hands on (`jdelta/_src/passes/weight_gradients.py`), and of those inside a loop
 the ones that would raise its peak to what its iteration computes next
-(`jdelta/_loop_gradients.py`). *loops as they are* leaves the last out, *seconds* compares the two
+(`jdelta/_src/passes/weight_gradients_in_loops.py`). *loops as they are* leaves the last out, *seconds* compares the two
 by what their compiled instructions are predicted to take.
 
     python -m benchmarks.xla.gradients --json benchmarks/results/gradients.json
@@ -20,7 +20,8 @@ from benchmarks import cases, record
 from benchmarks.budgets import STEPS
 from benchmarks.models import build, checkpoint
 from benchmarks.record import Row, mib
-from jdelta import _timing, remat
+from jdelta import remat
+from jdelta._src.passes import transfer_timing
 
 TARGETS = ("cuda:h100",)
 NAMES = ["gpt2 unrolled", *(name for name in STEPS if name.endswith(" scanned"))]
@@ -31,7 +32,7 @@ def row(step: str, target: str) -> Row:
     """Compile the three programs."""
     case = build(**STEPS[step], remat=remat)
     by_hand = checkpoint(STEPS[step]["name"], prevent_cse=not STEPS[step].get("scan", False))
-    with mock.patch.object(_timing, "with_gradients_in_place", lambda program, *_: program):
+    with mock.patch.object(transfer_timing, "with_gradients_in_place", lambda program, *_: program):
         loose = cases.recomputed(case, target)
     tied = cases.recomputed(case, target)
     return {

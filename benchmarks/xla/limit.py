@@ -10,7 +10,7 @@ hides behind it.
     python -m benchmarks.xla.limit --json benchmarks/results/limit.json
 
 Results (jax 0.12.0.1, libtpu 0.0.50.1) stand in docs/how-it-works.md. What follows from them stands
-in `jdelta/_emit.py`.
+in `jdelta/_src/passes/emit.py`.
 """
 
 import functools

@@ -23,15 +23,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdelta._spilled import Emitted, Place
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
 from jdelta._src._jax.sharding import Spec
 from jdelta._src.errors import SpillError
+from jdelta._src.passes.host_slots import zero_of
+from jdelta._src.passes.spill_record import Emitted, Place
 from jdelta._src.program.names import RegionName
 from jdelta._src.program.scan import Scan
 from jdelta._src.spill import Store, read, write
-from jdelta._stacks import zero_of
 
 
 @dataclass(frozen=True)

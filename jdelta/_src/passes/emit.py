@@ -12,12 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jdelta import _rows
-from jdelta._forward_first import with_forward_first
-from jdelta._narrow import with_narrow_as_they_are
-from jdelta._plain_inputs import with_plain_inputs
-from jdelta._spilled import Emitted
-from jdelta._spilling import Spilling, spilled
 from jdelta._src import _jax
 from jdelta._src._jax import Jaxpr
 from jdelta._src._jax.sharding import Shardings, shardings_of
@@ -26,6 +20,14 @@ from jdelta._src.errors import OffloadError, PlanMismatchError
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import Timeline, timeline
 from jdelta._src.format import format_some
+from jdelta._src.passes import stacked_weights
+from jdelta._src.passes.narrow_floats import with_narrow_as_they_are
+from jdelta._src.passes.plain_region_inputs import with_plain_inputs
+from jdelta._src.passes.recompute_after_forward import with_forward_first
+from jdelta._src.passes.spill import Spilling, spilled
+from jdelta._src.passes.spill_record import Emitted
+from jdelta._src.passes.transfer_timing import is_timed, timed
+from jdelta._src.passes.weight_updates import updated_in_loops
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.hlo_names import NOTHING, Computed
 from jdelta._src.program.loop_nest import walk
@@ -34,8 +36,6 @@ from jdelta._src.regions.find import tracing
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import AS_WRITTEN, Grouping, Session
 from jdelta._src.spill import Store
-from jdelta._timing import is_timed, timed
-from jdelta._updates import updated_in_loops
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     emitted = Emitted()
     if policy is not None:
         if step.grouping.layers > 1:
-            run = functools.partial(_rows.evaluate, _jax.inline(traced.jaxpr))
+            run = functools.partial(stacked_weights.evaluate, _jax.inline(traced.jaxpr))
             traced = _again(step, traced, run)
         if step.store is not None:
             run, emitted = _spilled(step, traced, policy)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jdelta._gradients import is_backward_loop
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
 from jdelta._src._jax.sharding import Shardings
 from jdelta._src.estimate.buffers import Compiler, storage
 from jdelta._src.estimate.memory import iteration, stored_sizes
+from jdelta._src.passes.weight_gradients import is_backward_loop
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.primitives import LOOPS, MATMULS
 from jdelta._src.program.scan import operands_on_path

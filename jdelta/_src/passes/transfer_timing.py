@@ -36,9 +36,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdelta._gradients import Gradients, has_regions, start, tie, without_growth
-from jdelta._loop_gradients import with_gradients_in_place
-from jdelta._pipeline import (
+from jdelta._src import _jax
+from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
+from jdelta._src._jax.sharding import UNSHARDED, Shardings
+from jdelta._src._jax.transfers import is_host
+from jdelta._src.backends.chips import Rates
+from jdelta._src.passes.host_slots import IN_TURN, Stacks
+from jdelta._src.passes.transfers_in_loops import (
     Clock,
     Late,
     backward_loop,
@@ -47,14 +51,10 @@ from jdelta._pipeline import (
     is_heavy,
     late_stacks,
 )
-from jdelta._src import _jax
-from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
-from jdelta._src._jax.sharding import UNSHARDED, Shardings
-from jdelta._src._jax.transfers import is_host
-from jdelta._src.backends.chips import Rates
+from jdelta._src.passes.weight_gradients import Gradients, has_regions, start, tie, without_growth
+from jdelta._src.passes.weight_gradients_in_loops import with_gradients_in_place
 from jdelta._src.program.primitives import MATMULS
 from jdelta._src.program.scan import Scan
-from jdelta._stacks import IN_TURN, Stacks
 
 TIMED = frozenset({"cuda", "tpu"})
 """Platforms whose compiler leaves transfers exposed unless they are timed."""

@@ -1,0 +1,1 @@
+"""A policy written into the program: one file for each pass."""
