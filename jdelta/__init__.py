@@ -2,7 +2,6 @@
 
 import logging
 
-from jdelta._compiles import History as History
 from jdelta._deferred import DeferredPlan as DeferredPlan
 from jdelta._drift import SpillDriftWarning as SpillDriftWarning
 from jdelta._endurance import Endurance as Endurance
@@ -34,6 +33,7 @@ from jdelta._src.errors import TargetError as TargetError
 from jdelta._src.errors import TraceError as TraceError
 from jdelta._src.regions.remat import remat as remat
 from jdelta._src.residuals.residual import Residual as Residual
+from jdelta._src.search.history import History as History
 from jdelta._src.solver import Knapsack as Knapsack
 from jdelta._src.solver import Milp as Milp
 from jdelta._src.spill import Spill as Spill

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta._compiles import History
 from jdelta._plan import Plan
 from jdelta._planning import plan
 from jdelta._src.errors import BudgetError, TraceError
+from jdelta._src.search.history import History
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 

@@ -13,13 +13,9 @@ from typing import Any, TypeAlias, overload
 import jax
 import numpy as np
 
-from jdelta import _reordered
 from jdelta._call import Call, call_of, described
-from jdelta._candidate import Found
-from jdelta._compiles import History
 from jdelta._deferred import DeferredPlan
 from jdelta._jitted import OPTIONS, Jitted, check_kind, check_options, jitted
-from jdelta._layers import Planning
 from jdelta._plan import Plan
 from jdelta._src.backends.target import Target, is_on_host, resolve
 from jdelta._src.budget import parse_budget, parse_host_budget
@@ -36,11 +32,15 @@ from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.items import Items
 from jdelta._src.residuals.links import Way
 from jdelta._src.residuals.residual import Residual
+from jdelta._src.search import updates_in_loops
+from jdelta._src.search.candidate import Found
+from jdelta._src.search.gate import Limits, verify
+from jdelta._src.search.groupings import Planning
+from jdelta._src.search.history import History
 from jdelta._src.solver import Knapsack, Milp, Solver
 from jdelta._src.solver.solution import Outcome
 from jdelta._src.spill import Spill, SpillRates, Store, agreed_rates, by_callback
 from jdelta._src.versions import versions
-from jdelta._verify import Limits, verify
 
 MARGIN = 0.05
 """Share of a target's memory left to allocator and runtime when no budget is given."""
@@ -344,9 +344,9 @@ def _plan(
     with own_errors_only(call.fun, placed, where.platform):
         if reorder:
             plain = Step(call.fun, placed, donate, where, {}, out_shardings=out_shardings)
-            chosen = _reordered.result(planning, plain, bound)
+            chosen = updates_in_loops.result(planning, plain, bound)
         else:
-            chosen = _reordered.Result(*planning.result(bound))
+            chosen = updates_in_loops.Result(*planning.result(bound))
     search, result = chosen.search, chosen.found
     found, best = search.trace, result.best
     own = search.own_recompute()

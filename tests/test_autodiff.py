@@ -10,14 +10,14 @@ import pytest
 
 import jdelta
 from jdelta import Decision, OffloadError
-from jdelta._compiles import History
-from jdelta._search import Search
 from jdelta._src.backends.target import resolve
 from jdelta._src.passes.emit import Step
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import Pins
 from jdelta._src.residuals.residual import residuals
+from jdelta._src.search.history import History
+from jdelta._src.search.search import Search
 from jdelta._src.solver import Knapsack
 from tests.planning import decided, under
 from tests.rules import bell, soft

@@ -182,7 +182,7 @@ def test_offload_that_the_compiler_dropped_is_an_error(target, monkeypatch):
         first = measured.host_buffers[:1]
         return compiled, dataclasses.replace(measured, host=sum(first), host_buffers=first)
 
-    monkeypatch.setattr("jdelta._compiles.measure", only_the_first_on_the_host)
+    monkeypatch.setattr("jdelta._src.search.history.measure", only_the_first_on_the_host)
     says = r"1\.00 GiB on the host, .* holds 512.0 MiB there: the compiler keeps layer/exp on"
     with pytest.raises(OffloadError, match=says):
         planned_scan(target, pin=AWAY)

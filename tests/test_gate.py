@@ -12,8 +12,8 @@ import pytest
 import jdelta
 from jdelta import BudgetError, Decision, OffloadError, PlanMismatchError
 from jdelta._planning import NEXT_IS_TOO_LARGE
-from jdelta._search import Search
-from jdelta._verify import Limits
+from jdelta._src.search.gate import Limits
+from jdelta._src.search.search import Search
 from tests.stand_in import EXACT, lowering_to_itself
 
 TARGET = "tpu:v5e:2x2"
@@ -38,8 +38,8 @@ def measured(emission, *_, **said):
 
 @pytest.fixture
 def plan(monkeypatch):
-    monkeypatch.setattr("jdelta._search.emit", lowering_to_itself)
-    monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: measured(e))
+    monkeypatch.setattr("jdelta._src.search.search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.history.measure", lambda e, *_, **__: measured(e))
     return functools.partial(jdelta.plan, step, 0.6, *ARGS, target=TARGET, host_budget=0)
 
 
@@ -94,8 +94,12 @@ HOST_LIES = [
 
 @pytest.mark.parametrize(("said", "match"), HOST_LIES)
 def test_what_is_said_to_be_on_the_host_is_there(said, match, plan, monkeypatch):
-    monkeypatch.setattr("jdelta._search.host_fault", lambda *_: None)  # a search that looks away
-    monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: measured(e, **said))
+    monkeypatch.setattr(
+        "jdelta._src.search.search.host_fault", lambda *_: None
+    )  # a search that looks away
+    monkeypatch.setattr(
+        "jdelta._src.search.history.measure", lambda e, *_, **__: measured(e, **said)
+    )
     with pytest.raises(OffloadError, match=match):
         plan(host_budget=None, pin={"*cos*": "offload"})
 
@@ -106,7 +110,9 @@ def test_more_than_host_budget_is_refused(plan, monkeypatch):
 
     monkeypatch.setattr("jdelta._planning.Limits", of_one_byte)  # a search that went by another
     there = {"host": 1 << 50, "host_buffers": (1 << 50,)}
-    monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: measured(e, **there))
+    monkeypatch.setattr(
+        "jdelta._src.search.history.measure", lambda e, *_, **__: measured(e, **there)
+    )
     with pytest.raises(OffloadError, match="more than host_budget"):
         plan(host_budget=None, pin={"*cos*": "offload"})
 
@@ -123,7 +129,9 @@ def test_a_program_that_holds_more_on_the_host_than_host_budget_is_refused(
 ):
     room = 12 << 24
     there = {"host": room + own + more, "host_buffers": (room, own)}
-    monkeypatch.setattr("jdelta._compiles.measure", lambda e, *_, **__: measured(e, **there))
+    monkeypatch.setattr(
+        "jdelta._src.search.history.measure", lambda e, *_, **__: measured(e, **there)
+    )
     ask = functools.partial(jdelta.plan, made, "4GiB", *ARGS, target=TARGET, host_budget=room)
     with pytest.raises(OffloadError, match="compiled program holds") if more else nullcontext():
         ask(pin={"*cos*": "offload"})
@@ -154,7 +162,7 @@ def test_a_budget_that_the_plain_step_meets_is_never_refused(plan, monkeypatch):
         peak = 2 * emission.simulated if emission.policy else emission.simulated // 4
         return None, dataclasses.replace(EXACT, peak=peak)
 
-    monkeypatch.setattr("jdelta._compiles.measure", said)
+    monkeypatch.setattr("jdelta._src.search.history.measure", said)
     plain = jdelta.plan(step, 1.0, *ARGS, target=TARGET, host_budget=0)
     made = jdelta.plan(step, plain.compiled_peak, *ARGS, target=TARGET, host_budget=0)
     assert made.policy is None
@@ -173,7 +181,7 @@ def test_floors_are_reached_and_above_nothing(part, plan, monkeypatch):
         peak = fixed + int(part * emission.timeline.peak) * (1 if emission.policy else 10)
         return None, dataclasses.replace(EXACT, peak=peak)
 
-    monkeypatch.setattr("jdelta._compiles.measure", said)
+    monkeypatch.setattr("jdelta._src.search.history.measure", said)
     made = plan()
     assert 0 < made.floor <= made.compiled_peak <= made.budget < made.ceiling
     assert not made.estimates
@@ -192,7 +200,7 @@ def test_a_plan_that_leaves_much_at_a_price_says_what_did_not_fit(plan, monkeypa
         keeps = any(part in name for name in kept for part in inside)
         return None, dataclasses.replace(EXACT, peak=plain[0] if keeps else plain[0] // 3)
 
-    monkeypatch.setattr("jdelta._compiles.measure", said)
+    monkeypatch.setattr("jdelta._src.search.history.measure", said)
     made = plan(target="cpu")  # where nothing is taken to be quicker computed again
     assert made.overhead > 0
     assert made.compiled_peak < 0.85 * made.budget

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 import jdelta
-from jdelta import PlanMismatchError, _search
+from jdelta import PlanMismatchError
+from jdelta._src.search import search
 from tests.frameworks import NnxStack, mean_square
 from tests.trainers import network, rows_of, weights
 
@@ -34,12 +35,12 @@ def searches(monkeypatch):
     """Counts the searches for a plan."""
     made = []
 
-    class Counted(_search.Search):
+    class Counted(search.Search):
         def run(self, budget, *most):
             made.append(budget)
             return super().run(budget, *most)
 
-    monkeypatch.setattr("jdelta._layers.Search", Counted)
+    monkeypatch.setattr("jdelta._src.search.groupings.Search", Counted)
     return made
 
 

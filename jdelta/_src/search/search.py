@@ -9,16 +9,6 @@ from dataclasses import replace
 
 import jax
 
-from jdelta._candidate import (
-    GOOD_USE,
-    Candidate,
-    Found,
-    Refused,
-    above_plain,
-    nothing_kept,
-    too_small,
-)
-from jdelta._compiles import Compiles, Correction, History
 from jdelta._src.budget import Budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, OffloadError, SpillError
@@ -32,10 +22,20 @@ from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
 from jdelta._src.regions.trace import Trace
 from jdelta._src.residuals.items import Items
+from jdelta._src.search.candidate import (
+    GOOD_USE,
+    Candidate,
+    Found,
+    Refused,
+    above_plain,
+    nothing_kept,
+    too_small,
+)
+from jdelta._src.search.gate import host_fault
+from jdelta._src.search.history import Compiles, Correction, History
 from jdelta._src.solver.base import Solver
 from jdelta._src.solver.problem import Problem
 from jdelta._src.solver.solution import Outcome
-from jdelta._verify import host_fault
 
 MOST_COMPILES = 4
 EARLY = 3

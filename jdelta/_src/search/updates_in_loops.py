@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from jdelta._candidate import Found
-from jdelta._layers import Planning
-from jdelta._search import Search
 from jdelta._src.budget import Budget
 from jdelta._src.errors import BudgetError
 from jdelta._src.hlo.measure import measure
 from jdelta._src.passes.emit import Step, emit
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import Trace
+from jdelta._src.search.candidate import Found
+from jdelta._src.search.groupings import Planning
+from jdelta._src.search.search import Search
 
 
 @dataclass(frozen=True)

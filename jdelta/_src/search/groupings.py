@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta._candidate import Candidate, Found
-from jdelta._compiles import History
-from jdelta._search import EARLY, GROUPS, MOST_COMPILES, Search
 from jdelta._src.budget import Budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, TraceError
@@ -26,6 +23,9 @@ from jdelta._src.residuals.pins import Pins
 from jdelta._src.residuals.region_inputs import users_names, with_boundaries
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.residuals.unpinnable import why_unpinnable
+from jdelta._src.search.candidate import Candidate, Found
+from jdelta._src.search.history import History
+from jdelta._src.search.search import EARLY, GROUPS, MOST_COMPILES, Search
 from jdelta._src.solver import Solver
 
 _LOG = logging.getLogger(__name__)
