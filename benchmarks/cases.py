@@ -11,9 +11,6 @@ import jax
 import jdelta
 from benchmarks.models import Case
 from benchmarks.record import Row
-from jdelta._call import call_of
-from jdelta._jitted import jitted
-from jdelta._planned import step_of
 from jdelta._src._jax.sharding import shardings_of
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import Target, resolve
@@ -23,6 +20,9 @@ from jdelta._src.hlo.overlap import Overlap, read_overlap
 from jdelta._src.hlo.seconds import seconds
 from jdelta._src.hlo.text import Computation, Instruction, Module, parse
 from jdelta._src.passes.emit import Step, emit
+from jdelta._src.plan.call import call_of
+from jdelta._src.plan.planned_step import step_of
+from jdelta._src.plan.user_step import jitted
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.hlo_names import NOTHING, Computed
 from jdelta._src.regions.policy import Policy

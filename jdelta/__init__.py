@@ -3,7 +3,6 @@
 import logging
 
 from jdelta._deferred import DeferredPlan as DeferredPlan
-from jdelta._drift import SpillDriftWarning as SpillDriftWarning
 from jdelta._endurance import Endurance as Endurance
 from jdelta._endurance import endurance as endurance
 from jdelta._explain import Explanation as Explanation
@@ -31,6 +30,7 @@ from jdelta._src.errors import PlanMismatchError as PlanMismatchError
 from jdelta._src.errors import SpillError as SpillError
 from jdelta._src.errors import TargetError as TargetError
 from jdelta._src.errors import TraceError as TraceError
+from jdelta._src.plan.spill_watch import SpillDriftWarning as SpillDriftWarning
 from jdelta._src.regions.remat import remat as remat
 from jdelta._src.residuals.residual import Residual as Residual
 from jdelta._src.search.history import History as History

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
-from jdelta._call import Call, call_of
-from jdelta._jitted import Jitted, together
 from jdelta._plan import Plan
-from jdelta._planned import PlannedStep, refuse_tracers
 from jdelta._src.errors import PlanMismatchError
+from jdelta._src.plan.call import Call, call_of
+from jdelta._src.plan.planned_step import PlannedStep, refuse_tracers
+from jdelta._src.plan.user_step import Jitted, together
 
 
 @dataclass(frozen=True)

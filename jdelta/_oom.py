@@ -10,8 +10,6 @@ from typing import Any
 
 import jax
 
-from jdelta._call import Call, call_of
-from jdelta._jitted import OPTIONS, jitted
 from jdelta._plan import Plan
 from jdelta._planning import plan
 from jdelta._src.backends.target import resolve
@@ -20,6 +18,8 @@ from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import Timeline, timeline
 from jdelta._src.format import format_array, format_bytes, format_seconds
 from jdelta._src.passes.emit import Step, fixed_bytes, local_bytes
+from jdelta._src.plan.call import Call, call_of
+from jdelta._src.plan.user_step import OPTIONS, jitted
 from jdelta._src.program.graph import labels
 from jdelta._src.regions.trace import Trace, trace
 from jdelta._table import NUMBERED, aligned

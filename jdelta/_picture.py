@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jdelta._call import Call
-from jdelta._planned import compiled, step_of
 from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
 from jdelta._src.estimate.buffers import Compiler
@@ -17,6 +15,8 @@ from jdelta._src.estimate.seconds import each_seconds, program_seconds
 from jdelta._src.hlo.overlap import Span, read_lanes
 from jdelta._src.hlo.text import parse
 from jdelta._src.passes.emit import Step, emit, fixed_bytes
+from jdelta._src.plan.call import Call
+from jdelta._src.plan.planned_step import compiled, step_of
 from jdelta._src.program.graph import labels
 
 if TYPE_CHECKING:

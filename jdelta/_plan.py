@@ -13,19 +13,19 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-from jdelta import _plan_file
-from jdelta._call import Call
 from jdelta._explain import Explanation, explain
 from jdelta._export import export
-from jdelta._jitted import Arguments, Jitted, jitted, together
 from jdelta._picture import Picture, picture
-from jdelta._planned import PlannedStep, compiled
 from jdelta._report import page
 from jdelta._rok import RokPoint
 from jdelta._src.backends.target import attached
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, PlanMismatchError, SpillError, TargetError
 from jdelta._src.hlo.overlap import Overlap
+from jdelta._src.plan import file
+from jdelta._src.plan.call import Call
+from jdelta._src.plan.planned_step import PlannedStep, compiled
+from jdelta._src.plan.user_step import Arguments, Jitted, jitted, together
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
 from jdelta._src.residuals.residual import Residual
@@ -283,7 +283,7 @@ class Plan:
         Raises:
             SpillError: The plan spills to an adapter that is an object, which no file can hold.
         """
-        _plan_file.save(self, path)
+        file.save(self, path)
 
     def explain(self, name: str) -> tuple[Explanation, ...]:
         """Why the plan decides as it does about a residual, and what would change that.
@@ -367,4 +367,4 @@ def load(path: str) -> Plan:
     Raises:
         PlanMismatchError: The file is no plan, damaged, or of a version that is not understood.
     """
-    return _plan_file.load(path, Plan)
+    return file.load(path, Plan)

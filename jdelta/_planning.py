@@ -13,9 +13,7 @@ from typing import Any, TypeAlias, overload
 import jax
 import numpy as np
 
-from jdelta._call import Call, call_of, described
 from jdelta._deferred import DeferredPlan
-from jdelta._jitted import OPTIONS, Jitted, check_kind, check_options, jitted
 from jdelta._plan import Plan
 from jdelta._src.backends.target import Target, is_on_host, resolve
 from jdelta._src.budget import parse_budget, parse_host_budget
@@ -26,6 +24,8 @@ from jdelta._src.format import format_bytes, format_some
 from jdelta._src.hlo.measure import Measurement
 from jdelta._src.passes.emit import Step
 from jdelta._src.passes.spill_record import check_handlers
+from jdelta._src.plan.call import Call, call_of, described
+from jdelta._src.plan.user_step import OPTIONS, Jitted, check_kind, check_options, jitted
 from jdelta._src.regions.region import Grouping
 from jdelta._src.regions.trace import Trace, own_errors_only, trace
 from jdelta._src.residuals.file_link import to_files

@@ -9,8 +9,6 @@ from typing import Any
 
 import jax
 
-from jdelta._call import Call, call_of
-from jdelta._jitted import jitted
 from jdelta._src._jax.sharding import shardings_of
 from jdelta._src.backends.target import is_on_host, resolve
 from jdelta._src.estimate.buffers import Compiler
@@ -25,6 +23,8 @@ from jdelta._src.order import (
     places_taken,
     problem_of,
 )
+from jdelta._src.plan.call import Call, call_of
+from jdelta._src.plan.user_step import jitted
 from jdelta._src.program.graph import Graph, graph_of
 
 _SHOWN = 8

@@ -16,12 +16,12 @@ from jsonschema import Draft202012Validator
 
 import jdelta
 from jdelta import Decision, PlanMismatchError, SpillError, TargetError
-from jdelta._call import call_of, described
-from jdelta._jitted import jitted
-from jdelta._plan_file import VERSION
-from jdelta._planned import recompiled
 from jdelta._src.backends.chips import Chip
 from jdelta._src.backends.target import resolve
+from jdelta._src.plan.call import call_of, described
+from jdelta._src.plan.file import VERSION
+from jdelta._src.plan.planned_step import recompiled
+from jdelta._src.plan.user_step import jitted
 from jdelta._src.versions import versions
 from tests import small
 from tests.compilers import TARGETS

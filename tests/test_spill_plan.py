@@ -18,10 +18,10 @@ import jdelta
 from benchmarks import rok
 from benchmarks.models import identity
 from jdelta import Decision, SpillError
-from jdelta._drift import Drift
 from jdelta._src.backends.target import resolve
 from jdelta._src.format import format_bytes
 from jdelta._src.passes import spill
+from jdelta._src.plan.spill_watch import Drift
 from jdelta._src.program.hlo_names import RECOMPUTE
 from jdelta._src.program.names import RegionName
 from jdelta._src.regions.trace import trace

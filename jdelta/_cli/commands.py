@@ -13,10 +13,10 @@ from jdelta import _explain, _export, _frontier, _largest, _oom
 from jdelta._cli import loading
 from jdelta._cli.output import Answer, Block
 from jdelta._plan import Plan
-from jdelta._planned import recompiled
 from jdelta._planning import plan
 from jdelta._src.backends.target import names, published
 from jdelta._src.format import format_bytes, format_seconds
+from jdelta._src.plan.planned_step import recompiled
 from jdelta._table import HEAD, rows, shown, summary_lines, text_cells
 
 Options = argparse.Namespace

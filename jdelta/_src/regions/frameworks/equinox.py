@@ -12,7 +12,7 @@ import jax
 from jdelta._src.program.constants import Constant, unwrapped
 
 if TYPE_CHECKING:
-    from jdelta._call import Call
+    from jdelta._src.plan.call import Call
 
 
 def is_module(leaf: Any) -> bool:

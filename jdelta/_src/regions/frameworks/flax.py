@@ -19,7 +19,7 @@ from jdelta._src.program.constants import Constant
 from jdelta._src.regions.region import RegionPolicy, region
 
 if TYPE_CHECKING:
-    from jdelta._call import Call
+    from jdelta._src.plan.call import Call
 
 
 def mark_class(

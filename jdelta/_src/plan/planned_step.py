@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.core import Tracer
 
-from jdelta._call import Call, call_of, described, difference
-from jdelta._drift import Drift
-from jdelta._jitted import Arguments, Jitted, jitted
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve_planned
 from jdelta._src.errors import ArgumentError, BudgetError, PlanMismatchError
@@ -23,6 +20,9 @@ from jdelta._src.format import format_bytes
 from jdelta._src.hlo.measure import Measurement, measure
 from jdelta._src.passes.emit import Step, emit
 from jdelta._src.passes.spill_record import check_handlers, check_spilled
+from jdelta._src.plan.call import Call, call_of, described, difference
+from jdelta._src.plan.spill_watch import Drift
+from jdelta._src.plan.user_step import Arguments, Jitted, jitted
 from jdelta._src.regions.trace import Trace, own_errors_only, trace
 from jdelta._src.spill import named_errors
 from jdelta._src.versions import other_versions

@@ -1,0 +1,1 @@
+"""A planned step: called, compiled, checked, written to a file."""
