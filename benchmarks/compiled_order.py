@@ -20,7 +20,7 @@ import jax
 from benchmarks import record
 from benchmarks.order import NAMES, adam_step
 from benchmarks.record import Row, mib, share
-from jdelta._schedule import of_text
+from jdelta._src.api.schedule import of_text
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
 

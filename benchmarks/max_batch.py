@@ -20,7 +20,7 @@ import jax
 
 from benchmarks import cases, policies, record, steps
 from benchmarks.record import Row
-from jdelta._largest import bisected
+from jdelta._src.api.largest import bisected
 from jdelta._src.backends.target import resolve
 from jdelta._src.budget import parse_budget
 

@@ -20,8 +20,8 @@ import jax
 import jdelta
 from benchmarks import cases, record
 from benchmarks.record import Row, mib, share
-from jdelta._planning import NEXT_IS_TOO_LARGE
 from jdelta._src._jax.sharding import shardings_of
+from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
 from jdelta._src.backends.target import resolve
 from jdelta._src.program.graph import graph_of
 from tests.programs import PROGRAMS, Program, unmarked

@@ -2,24 +2,24 @@
 
 import logging
 
-from jdelta._deferred import DeferredPlan as DeferredPlan
 from jdelta._endurance import Endurance as Endurance
 from jdelta._endurance import endurance as endurance
 from jdelta._explain import Explanation as Explanation
-from jdelta._frontier import Frontier as Frontier
-from jdelta._frontier import frontier as frontier
-from jdelta._largest import Largest as Largest
-from jdelta._largest import largest as largest
-from jdelta._oom import OutOfMemory as OutOfMemory
-from jdelta._oom import explain_oom as explain_oom
-from jdelta._plan import Plan as Plan
-from jdelta._plan import load as load
-from jdelta._planning import jit as jit
-from jdelta._planning import plan as plan
 from jdelta._rok import RokPoint as RokPoint
-from jdelta._schedule import Placement as Placement
-from jdelta._schedule import Schedule as Schedule
-from jdelta._schedule import schedule as schedule
+from jdelta._src.api.deferred import DeferredPlan as DeferredPlan
+from jdelta._src.api.frontier import Frontier as Frontier
+from jdelta._src.api.frontier import frontier as frontier
+from jdelta._src.api.largest import Largest as Largest
+from jdelta._src.api.largest import largest as largest
+from jdelta._src.api.oom import OutOfMemory as OutOfMemory
+from jdelta._src.api.oom import explain_oom as explain_oom
+from jdelta._src.api.plan import Plan as Plan
+from jdelta._src.api.plan import load as load
+from jdelta._src.api.planning import jit as jit
+from jdelta._src.api.planning import plan as plan
+from jdelta._src.api.schedule import Placement as Placement
+from jdelta._src.api.schedule import Schedule as Schedule
+from jdelta._src.api.schedule import schedule as schedule
 from jdelta._src.backends.target import Target as Target
 from jdelta._src.decision import Decision as Decision
 from jdelta._src.errors import ArgumentError as ArgumentError

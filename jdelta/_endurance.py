@@ -9,7 +9,7 @@ from jdelta._src.budget import parse_size
 from jdelta._src.errors import BudgetError, SpillError
 
 if TYPE_CHECKING:
-    from jdelta._plan import Plan
+    from jdelta._src.api.plan import Plan
 
 _YEAR = 365 * 24 * 3600.0
 

@@ -19,7 +19,7 @@ from jdelta._src.solver import Knapsack
 from jdelta._table import NO_ROWS, Row, rows
 
 if TYPE_CHECKING:
-    from jdelta._plan import Plan
+    from jdelta._src.api.plan import Plan
 
 _BISECTIONS = 12
 

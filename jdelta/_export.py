@@ -18,7 +18,7 @@ from jdelta._src.residuals.residual import Residual
 from jdelta._table import rows, shown
 
 if TYPE_CHECKING:
-    from jdelta._plan import Plan
+    from jdelta._src.api.plan import Plan
 
 _MAXTEXT = (
     "context query_proj key_proj value_proj qkv_proj out_proj mlpwi mlpwi_0 mlpwi_1 mlpwo"

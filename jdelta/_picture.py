@@ -20,7 +20,7 @@ from jdelta._src.plan.planned_step import compiled, step_of
 from jdelta._src.program.graph import labels
 
 if TYPE_CHECKING:
-    from jdelta._plan import Plan
+    from jdelta._src.api.plan import Plan
 
 _NAMED = 6
 """Buffers that are named at each moment."""

@@ -16,7 +16,7 @@ from jdelta._src.regions.region import Grouping
 from jdelta._src.residuals.residual import Residual
 
 if TYPE_CHECKING:
-    from jdelta._plan import Plan
+    from jdelta._src.api.plan import Plan
 
 NUMBERED = re.compile(r"(?<=_)\d+(?=/|$)|(?<![^/])\d+(?=/|$)")
 """Numbers of regions that are alike."""

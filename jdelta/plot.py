@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator, PercentFormatter
 
-from jdelta._frontier import Frontier
 from jdelta._picture import Moment
-from jdelta._plan import Plan
 from jdelta._rok import RokPoint, curves
+from jdelta._src.api.frontier import Frontier
+from jdelta._src.api.plan import Plan
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
 from jdelta._src.format import format_bytes

@@ -41,8 +41,9 @@ from benchmarks import (
     unmarked,
 )
 from benchmarks.xla import cycles, dropout, gradients, kernels
-from jdelta import TargetError, _largest
-from jdelta._planning import NEXT_IS_TOO_LARGE
+from jdelta import TargetError
+from jdelta._src.api import largest
+from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import resolve
 from jdelta._src.residuals.file_link import Scope, hidden_scopes
@@ -342,7 +343,7 @@ def test_every_step_gets_its_savings_and_deltas_also_the_papers():
 
 
 def test_largest_batch_by_every_method(monkeypatch):
-    monkeypatch.setattr(_largest, "RESOLUTION", 1)  # double only
+    monkeypatch.setattr(largest, "RESOLUTION", 1)  # double only
     jobs = [{**STEP, "method": method, "memory": "8MiB"} for method in max_batch.METHODS]
     rows = [{**job, **max_batch.row(**job)} for job in jobs]
     batch = {r["method"]: r["batch"] for r in rows}

@@ -31,9 +31,11 @@ PUBLIC = [
 
 
 def test_there_are_examples():
-    assert {"jdelta._planning", "jdelta._largest", "jdelta._src.regions.remat"} <= set(
-        WITH_EXAMPLES
-    )
+    assert {
+        "jdelta._src.api.planning",
+        "jdelta._src.api.largest",
+        "jdelta._src.regions.remat",
+    } <= set(WITH_EXAMPLES)
 
 
 @pytest.mark.parametrize("module", WITH_EXAMPLES)

@@ -11,7 +11,7 @@ import pytest
 
 import jdelta
 from jdelta import BudgetError, Decision, OffloadError, PlanMismatchError
-from jdelta._planning import NEXT_IS_TOO_LARGE
+from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
 from jdelta._src.search.gate import Limits
 from jdelta._src.search.search import Search
 from tests.stand_in import EXACT, lowering_to_itself
@@ -108,7 +108,9 @@ def test_more_than_host_budget_is_refused(plan, monkeypatch):
     def of_one_byte(peak, _, files):
         return Limits(peak, 1, files)
 
-    monkeypatch.setattr("jdelta._planning.Limits", of_one_byte)  # a search that went by another
+    monkeypatch.setattr(
+        "jdelta._src.api.planning.Limits", of_one_byte
+    )  # a search that went by another
     there = {"host": 1 << 50, "host_buffers": (1 << 50,)}
     monkeypatch.setattr(
         "jdelta._src.search.history.measure", lambda e, *_, **__: measured(e, **there)

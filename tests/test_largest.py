@@ -3,7 +3,7 @@
 import pytest
 
 import jdelta
-from jdelta._largest import RESOLUTION, bisected
+from jdelta._src.api.largest import RESOLUTION, bisected
 from tests import small
 
 

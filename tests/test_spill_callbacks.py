@@ -39,7 +39,7 @@ def device():
 @pytest.fixture
 def spill(device, tmp_path, monkeypatch):
     """Directories are quick; where the CPU is asked for, it is one that has no handlers."""
-    monkeypatch.setattr(jdelta._planning, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
+    monkeypatch.setattr(jdelta._src.api.planning, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
     monkeypatch.setattr(callbacks, "HANDLED", ())
     monkeypatch.setattr(callbacks, "CALLED", ("cpu", "tpu"))
     return jdelta.Spill(str(tmp_path), pool="1MiB", least="1KiB", adapter=device)
@@ -144,7 +144,7 @@ def forgets_to_read(store, token, aval, **place):
 
 @pytest.mark.compiler
 def test_a_tpu_holds_less(tmp_path, monkeypatch):
-    monkeypatch.setattr(jdelta._planning, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
+    monkeypatch.setattr(jdelta._src.api.planning, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
     step, args = network(65536, 512)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
 

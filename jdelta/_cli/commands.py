@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta import _explain, _export, _frontier, _largest, _oom
+from jdelta import _explain, _export
 from jdelta._cli import loading
 from jdelta._cli.output import Answer, Block
-from jdelta._plan import Plan
-from jdelta._planning import plan
+from jdelta._src.api import frontier, largest, oom
+from jdelta._src.api.plan import Plan
+from jdelta._src.api.planning import plan
 from jdelta._src.backends.target import names, published
 from jdelta._src.format import format_bytes, format_seconds
 from jdelta._src.plan.planned_step import recompiled
@@ -196,9 +197,9 @@ def _frontier_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _frontier_command(options: Options) -> Answer:
-    budgets = options.budget or _frontier.SHARES
+    budgets = options.budget or frontier.SHARES
     args = loading.arguments(options.args)
-    found = _frontier.frontier(options.step, *args, budgets=budgets, **_planning(options))
+    found = frontier.frontier(options.step, *args, budgets=budgets, **_planning(options))
     if options.plot:
         from jdelta import plot
 
@@ -235,7 +236,7 @@ def _largest_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _largest_command(options: Options, what: str) -> Answer:
-    found = _largest.largest(
+    found = largest.largest(
         options.step,
         functools.partial(loading.arguments, options.args),
         options.budget,
@@ -322,7 +323,7 @@ def _oom_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _oom_command(options: Options) -> Answer:
-    found = _oom.explain_oom(options.step, *loading.arguments(options.args), **_planning(options))
+    found = oom.explain_oom(options.step, *loading.arguments(options.args), **_planning(options))
     record = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
     record["alive"] = [dataclasses.asdict(a) for a in found.alive]
     record["plan"] = figures(found.plan) if found.plan else None

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jdelta._plan import Plan, load
+from jdelta._src.api.plan import Plan, load
 from jdelta._src.errors import PlanMismatchError
 
 

@@ -14,7 +14,7 @@ from jdelta._src.hlo.overlap import Span
 from jdelta._table import HEAD, cells, rows, summary_lines
 
 if TYPE_CHECKING:
-    from jdelta._plan import Plan
+    from jdelta._src.api.plan import Plan
 
 
 def page(

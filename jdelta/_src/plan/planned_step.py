@@ -28,7 +28,7 @@ from jdelta._src.spill import named_errors
 from jdelta._src.versions import other_versions
 
 if TYPE_CHECKING:
-    from jdelta._plan import Plan
+    from jdelta._src.api.plan import Plan
 
 
 _LOG = logging.getLogger(__name__)

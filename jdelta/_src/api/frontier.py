@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta._plan import Plan
-from jdelta._planning import plan
+from jdelta._src.api.plan import Plan
+from jdelta._src.api.planning import plan
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.search.history import History
 

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias, overload
 import jax
 import numpy as np
 
-from jdelta._deferred import DeferredPlan
-from jdelta._plan import Plan
+from jdelta._src.api.deferred import DeferredPlan
+from jdelta._src.api.plan import Plan
 from jdelta._src.backends.target import Target, is_on_host, resolve
 from jdelta._src.budget import parse_budget, parse_host_budget
 from jdelta._src.decision import Decision

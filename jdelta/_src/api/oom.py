@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from jdelta._plan import Plan
-from jdelta._planning import plan
+from jdelta._src.api.plan import Plan
+from jdelta._src.api.planning import plan
 from jdelta._src.backends.target import resolve
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.estimate.buffers import Compiler

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
-from jdelta._plan import Plan
+from jdelta._src.api.plan import Plan
 from jdelta._src.errors import PlanMismatchError
 from jdelta._src.plan.call import Call, call_of
 from jdelta._src.plan.planned_step import PlannedStep, refuse_tracers

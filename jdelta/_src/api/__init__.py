@@ -1,0 +1,1 @@
+"""What users call, and the objects that they hold."""
