@@ -2,10 +2,6 @@
 
 import logging
 
-from jdelta._endurance import Endurance as Endurance
-from jdelta._endurance import endurance as endurance
-from jdelta._explain import Explanation as Explanation
-from jdelta._rok import RokPoint as RokPoint
 from jdelta._src.api.deferred import DeferredPlan as DeferredPlan
 from jdelta._src.api.frontier import Frontier as Frontier
 from jdelta._src.api.frontier import frontier as frontier
@@ -32,6 +28,10 @@ from jdelta._src.errors import TargetError as TargetError
 from jdelta._src.errors import TraceError as TraceError
 from jdelta._src.plan.spill_watch import SpillDriftWarning as SpillDriftWarning
 from jdelta._src.regions.remat import remat as remat
+from jdelta._src.report.endurance import Endurance as Endurance
+from jdelta._src.report.endurance import endurance as endurance
+from jdelta._src.report.explain import Explanation as Explanation
+from jdelta._src.report.rok import RokPoint as RokPoint
 from jdelta._src.residuals.residual import Residual as Residual
 from jdelta._src.search.history import History as History
 from jdelta._src.solver import Knapsack as Knapsack

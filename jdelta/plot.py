@@ -11,13 +11,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator, PercentFormatter
 
-from jdelta._picture import Moment
-from jdelta._rok import RokPoint, curves
 from jdelta._src.api.frontier import Frontier
 from jdelta._src.api.plan import Plan
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
 from jdelta._src.format import format_bytes
+from jdelta._src.report.pictures import Moment
+from jdelta._src.report.rok import RokPoint, curves
 
 COLOURS = {
     Decision.SAVE: "#2a8c6e",

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jdelta
 from jdelta import Decision
-from jdelta._export import FORMS
+from jdelta._src.report.export import FORMS
 from tests import small
 from tests.stacks import kept
 from tests.versions import fails_in_jax_0_10_with_remat3

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta import _explain, _export
 from jdelta._cli import loading
 from jdelta._cli.output import Answer, Block
 from jdelta._src.api import frontier, largest, oom
@@ -18,7 +17,8 @@ from jdelta._src.api.planning import plan
 from jdelta._src.backends.target import names, published
 from jdelta._src.format import format_bytes, format_seconds
 from jdelta._src.plan.planned_step import recompiled
-from jdelta._table import HEAD, rows, shown, summary_lines, text_cells
+from jdelta._src.report import explain, export
+from jdelta._src.report.table import HEAD, rows, shown, summary_lines, text_cells
 
 Options = argparse.Namespace
 
@@ -135,7 +135,7 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
 def _explain_command(options: Options) -> Answer:
     if options.name is None:
         return Answer(figures(options.plan), _table(options.plan))
-    found = _explain.explain(options.plan, options.name)
+    found = explain.explain(options.plan, options.name)
     record = [{**dataclasses.asdict(e), "decision": e.decision.value} for e in found]
     return Answer(record, [Block(notes=str(e).splitlines()) for e in found])
 
@@ -335,11 +335,11 @@ def _oom_command(options: Options) -> Answer:
 
 def _export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=loading.plan_file, metavar="PLAN", help="a plan's file")
-    parser.add_argument("form", choices=sorted(_export.FORMS))
+    parser.add_argument("form", choices=sorted(export.FORMS))
 
 
 def _export_command(options: Options) -> Answer:
-    text = _export.export(options.plan, options.form)
+    text = export.export(options.plan, options.form)
     return Answer({options.form: text}, [Block(notes=text.splitlines())])
 
 

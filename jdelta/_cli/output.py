@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jdelta._src.decision import Decision
-from jdelta._table import aligned, labelled
+from jdelta._src.report.table import aligned, labelled
 
 COLOURS = {
     Decision.SAVE: "green",

@@ -22,7 +22,7 @@ from jdelta._src.plan.call import Call, call_of
 from jdelta._src.plan.user_step import OPTIONS, jitted
 from jdelta._src.program.graph import labels
 from jdelta._src.regions.trace import Trace, trace
-from jdelta._table import NUMBERED, aligned
+from jdelta._src.report.table import NUMBERED, aligned
 
 _SHOWN = 12
 

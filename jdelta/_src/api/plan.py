@@ -13,11 +13,6 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-from jdelta._explain import Explanation, explain
-from jdelta._export import export
-from jdelta._picture import Picture, picture
-from jdelta._report import page
-from jdelta._rok import RokPoint
 from jdelta._src.backends.target import attached
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, PlanMismatchError, SpillError, TargetError
@@ -28,9 +23,14 @@ from jdelta._src.plan.planned_step import PlannedStep, compiled
 from jdelta._src.plan.user_step import Arguments, Jitted, jitted, together
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
+from jdelta._src.report import page
+from jdelta._src.report.explain import Explanation, explain
+from jdelta._src.report.export import export
+from jdelta._src.report.pictures import Picture, picture
+from jdelta._src.report.rok import RokPoint
+from jdelta._src.report.table import format_table, rows, summary
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.spill import Spill, SpillRates, Store, by_callback
-from jdelta._table import format_table, rows, summary
 
 _NO_PLANS: Mapping[str, Any] = MappingProxyType({})
 

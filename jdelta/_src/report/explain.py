@@ -10,13 +10,13 @@ from jdelta._src.backends.target import Target, published
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
 from jdelta._src.format import format_array, format_bytes, format_seconds, format_some
+from jdelta._src.report.table import NO_ROWS, Row, rows
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.items import Items, items_of
 from jdelta._src.residuals.links import offload_refusal
 from jdelta._src.residuals.pins import NO_PINS, fitting
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.solver import Knapsack
-from jdelta._table import NO_ROWS, Row, rows
 
 if TYPE_CHECKING:
     from jdelta._src.api.plan import Plan

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, PlanMismatchError
 from jdelta._src.format import format_bytes
+from jdelta._src.report.table import rows, shown
 from jdelta._src.residuals.residual import Residual
-from jdelta._table import rows, shown
 
 if TYPE_CHECKING:
     from jdelta._src.api.plan import Plan

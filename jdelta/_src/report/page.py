@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from jdelta._picture import Grid, Moment, Picture
-from jdelta._rok import RokCurve, RokPoint, curves
 from jdelta._src.hlo.overlap import Span
-from jdelta._table import HEAD, cells, rows, summary_lines
+from jdelta._src.report.pictures import Grid, Moment, Picture
+from jdelta._src.report.rok import RokCurve, RokPoint, curves
+from jdelta._src.report.table import HEAD, cells, rows, summary_lines
 
 if TYPE_CHECKING:
     from jdelta._src.api.plan import Plan
@@ -42,7 +42,7 @@ def page(
         "head": HEAD,
         "rows": [cells(row) for row in rows(plan.residuals, plan.decisions) if row.matters],
     }
-    template = resources.files("jdelta._report").joinpath("page.html").read_text("utf-8")
+    template = resources.files("jdelta._src.report").joinpath("page.html").read_text("utf-8")
     data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
     return template.replace("{title}", html.escape(f"jdelta: {plan.target}")).replace(
         '"{data}"', data

@@ -1,0 +1,1 @@
+"""A plan for people: table, explanation, pictures, page, exports."""
