@@ -2,7 +2,7 @@
 
 import sys
 
-from jdelta._cli import main
+from jdelta._src.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import jdelta
-from jdelta._cli import main
+from jdelta._src.cli import main
 from tests import small
 
 STEP = ["tests.small:step", "--args", "tests.small:make_args"]

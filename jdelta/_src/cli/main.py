@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jdelta._src.errors import BudgetError, JdeltaError
 
 if TYPE_CHECKING:
-    from jdelta._cli.commands import Command
+    from jdelta._src.cli.commands import Command
 
 _DESCRIPTION = "Plan a JAX training step to a memory budget, and look at plans."
 _EPILOG = """\
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     try:
-        from jdelta._cli import commands, output
+        from jdelta._src.cli import commands, output
     except ModuleNotFoundError as error:
         print(f"error: the command line needs {error.name}: pip install 'jdelta[cli]'")
         return 4

@@ -1,3 +1,3 @@
 """The command line: ``jdelta …``, or ``python -m jdelta …``."""
 
-from jdelta._cli.main import main as main
+from jdelta._src.cli.main import main as main

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta._cli import loading
-from jdelta._cli.output import Answer, Block
 from jdelta._src.api import frontier, largest, oom
 from jdelta._src.api.plan import Plan
 from jdelta._src.api.planning import plan
 from jdelta._src.backends.target import names, published
+from jdelta._src.cli import loading
+from jdelta._src.cli.output import Answer, Block
 from jdelta._src.format import format_bytes, format_seconds
 from jdelta._src.plan.planned_step import recompiled
 from jdelta._src.report import explain, export
