@@ -11,7 +11,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PACKAGE = Path(__file__).parent / "jdelta" / "_spill"
+PACKAGE = Path(__file__).parent / "jdelta" / "_src" / "spill"
 
 
 def _load_build() -> Any:

@@ -73,7 +73,8 @@ def test_every_public_name_is_documented(public):
 
 
 def test_the_schema_of_plan_files_says_what_fields_are():
-    fields = json.loads((ROOT / "jdelta" / "plan.schema.json").read_text("utf-8"))["properties"]
+    schema = ROOT / "jdelta/_src/plan/plan.schema.json"
+    fields = json.loads(schema.read_text("utf-8"))["properties"]
     plan = {f.name for f in dataclasses.fields(jdelta.Plan) if not f.name.startswith("_")}
     assert fields.keys() == plan | {"jdelta_plan"}
 

@@ -15,7 +15,7 @@ from jdelta._src.order.lists import late
 from jdelta._src.order.problem import CORE
 from jdelta._src.order.segments import separators
 from jdelta._src.order.tails import early, updated_early
-from jdelta._src.order.validate import complaints
+from tests.order_validate import complaints
 
 settings.register_profile("order", deadline=None, max_examples=60)
 settings.load_profile("order")

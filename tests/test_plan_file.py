@@ -31,7 +31,9 @@ from tests.test_plan import arguments, layer, make_step, step
 from tests.test_updates import GAINS
 from tests.test_updates import make as make_adam
 
-SCHEMA = json.loads(resources.files("jdelta").joinpath("plan.schema.json").read_text("utf-8"))
+SCHEMA = json.loads(
+    resources.files("jdelta._src.plan").joinpath("plan.schema.json").read_text("utf-8")
+)
 VALIDATOR = Draft202012Validator(SCHEMA)
 
 

@@ -13,8 +13,8 @@ from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import timeline
 from jdelta._src.hlo.text import parse
 from jdelta._src.order import arena, arrange, compiled_problem, places_taken, problem_of
-from jdelta._src.order.validate import complaints
 from jdelta._src.program.graph import graph_of
+from tests.order_validate import complaints
 
 F32 = jnp.float32
 MIB = 2**20

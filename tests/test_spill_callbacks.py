@@ -16,7 +16,6 @@ from spilling import Device, check, flow, network
 import jdelta
 from jdelta import Decision, SpillError
 from jdelta._src.backends.target import published
-from jdelta._src.passes import spill
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.residual import residuals

@@ -20,7 +20,7 @@ from benchmarks.models import identity
 from jdelta import Decision, SpillError
 from jdelta._src.backends.target import resolve
 from jdelta._src.format import format_bytes
-from jdelta._src.passes import spill
+from jdelta._src.passes import spill as spill_pass
 from jdelta._src.plan.spill_watch import Drift
 from jdelta._src.program.hlo_names import RECOMPUTE
 from jdelta._src.program.names import RegionName
@@ -399,12 +399,12 @@ def test_the_one_line_form(spill):
 
 def no_write(monkeypatch):
     """The rewrite forgets a value: it stays where `jax.checkpoint` has put it."""
-    real = spill._Run._write
+    real = spill_pass._Run._write
 
     def forgets(run, name, x):
         return x if name == "block/dot_general" else real(run, name, x)
 
-    monkeypatch.setattr(spill._Run, "_write", forgets)
+    monkeypatch.setattr(spill_pass._Run, "_write", forgets)
 
 
 def no_read(monkeypatch):
@@ -497,9 +497,9 @@ def test_what_is_handed_on_but_not_read_is_not_counted(tmp_path):
         return doubled, jax.device_put(away, jax.memory.Space.Device) if reads else x
 
     for reads in (True, False):
-        spilling = spill.Spilling(open_store(tmp_path), lambda name: True)
+        spilling = spill_pass.Spilling(open_store(tmp_path), lambda name: True)
         staged = jax.make_jaxpr(functools.partial(step, reads))(x)
-        run, emitted = spill.spilled(staged, spilling)
+        run, emitted = spill_pass.spilled(staged, spilling)
         jax.jit(run)(x)
         assert emitted.bytes == (x.nbytes if reads else 0)
         assert flow(spilling.store).planned == emitted.written

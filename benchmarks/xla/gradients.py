@@ -2,10 +2,10 @@
 
 Every block recomputed whole, by `jax.checkpoint` and by jdelta, which ties gradients to what comes
 next in the backward pass: those of a head's weights to what the backward loop begins with, those of
-a block outside of loops to what it hands on (`jdelta/_src/passes/weight_gradients.py`), and of those inside a loop
-the ones that would raise its peak to what its iteration computes next
-(`jdelta/_src/passes/weight_gradients_in_loops.py`). *loops as they are* leaves the last out, *seconds* compares the two
-by what their compiled instructions are predicted to take.
+a block outside of loops to what it hands on (`weight_gradients.py` in `jdelta/_src/passes`), and of
+those inside a loop the ones that would raise its peak to what its iteration computes next
+(`weight_gradients_in_loops.py`). *loops as they are* leaves the last out, *seconds* compares the
+two by what their compiled instructions are predicted to take.
 
     python -m benchmarks.xla.gradients --json benchmarks/results/gradients.json
 

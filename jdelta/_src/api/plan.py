@@ -23,9 +23,9 @@ from jdelta._src.plan.planned_step import PlannedStep, compiled
 from jdelta._src.plan.user_step import Arguments, Jitted, jitted, together
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
-from jdelta._src.report import page
 from jdelta._src.report.explain import Explanation, explain
 from jdelta._src.report.export import export
+from jdelta._src.report.page import page
 from jdelta._src.report.pictures import Picture, picture
 from jdelta._src.report.rok import RokPoint
 from jdelta._src.report.table import format_table, rows, summary
@@ -278,7 +278,7 @@ class Plan:
     def save(self, path: str) -> None:
         """Write the plan to ``path`` as JSON, to be read by ``jdelta.load``.
 
-        The file is described by a JSON Schema, ``jdelta/plan.schema.json``.
+        The file is described by a JSON Schema, ``jdelta/_src/plan/plan.schema.json``.
 
         Raises:
             SpillError: The plan spills to an adapter that is an object, which no file can hold.

@@ -149,11 +149,11 @@ def call_of(step: Jitted, args: Sequence[Any], given: Mapping[str, Any]) -> Call
         step.out_shardings,
     )
     if "equinox" in sys.modules:
-        from jdelta import equinox
+        from jdelta._src.regions.frameworks import equinox
 
         call = equinox.without_constants(call, everywhere=step.filtered)
     if "flax.nnx" in sys.modules:
-        from jdelta import flax
+        from jdelta._src.regions.frameworks import flax
 
         call = flax.without_objects(call)
     return call

@@ -237,7 +237,7 @@ def _taken_apart(step: Callable[..., Any]) -> Jitted:
     if info is not None:
         return _of_jit(step, info)
     if "equinox" in sys.modules:
-        from jdelta import equinox
+        from jdelta._src.regions.frameworks import equinox
 
         made = equinox.filter_jitted(step)
         if made is not None:
@@ -245,7 +245,7 @@ def _taken_apart(step: Callable[..., Any]) -> Jitted:
         if equinox.is_module(step):
             return Jitted(_called, first=(step,))
     if "flax.nnx" in sys.modules:
-        from jdelta import flax
+        from jdelta._src.regions.frameworks import flax
 
         bound = flax.bound(step)
         if bound is not None:

@@ -74,7 +74,7 @@ def remat(
     if unit is None:
         return functools.partial(remat, policy=policy, name=name, prevent_cse=prevent_cse)
     if isinstance(unit, (type, functools.partial)) and "flax" in sys.modules:
-        from jdelta import flax
+        from jdelta._src.regions.frameworks import flax
 
         marked = flax.mark_class(unit, policy, name, prevent_cse)
         if marked is not None:
@@ -106,12 +106,12 @@ def _function(
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
         if "flax.nnx" in sys.modules:
-            from jdelta import flax
+            from jdelta._src.regions.frameworks import flax
 
             if flax.has_nnx_state((args, kwargs)):
                 return flax.call_nnx(fun, base, policy, prevent_cse, args, kwargs)
         if "haiku" in sys.modules:
-            from jdelta import haiku
+            from jdelta._src.regions.frameworks import haiku
 
             if haiku.inside_transform():
                 return haiku.call(fun, base, policy, prevent_cse, args, kwargs)
