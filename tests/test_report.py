@@ -94,7 +94,7 @@ def test_the_page_asks_for_nothing_else(page):
 
 
 def test_names_cannot_break_out_of_the_page(plan):
-    from jdelta._src.report import page as render
+    from jdelta._src.report.page import page as render
 
     others = {"</script><script>alert(1)</script>": plan}
     text = render(plan, None, others)
