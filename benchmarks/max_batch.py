@@ -22,7 +22,7 @@ from benchmarks import cases, policies, record, steps
 from benchmarks.record import Row
 from jdelta._src.api.largest import bisected
 from jdelta._src.backends.target import resolve
-from jdelta._src.budget import parse_budget
+from jdelta._src.sizes import parse_budget
 
 STEPS = (
     "resnet50",

@@ -15,9 +15,9 @@ from jdelta._src.api.frontier import Frontier
 from jdelta._src.api.plan import Plan
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
-from jdelta._src.format import format_bytes
 from jdelta._src.report.pictures import Moment
 from jdelta._src.report.rok import RokPoint, curves
+from jdelta._src.sizes import format_bytes
 
 COLOURS = {
     Decision.SAVE: "#2a8c6e",

@@ -19,7 +19,6 @@ from benchmarks import rok
 from benchmarks.models import identity
 from jdelta import Decision, SpillError
 from jdelta._src.backends.target import resolve
-from jdelta._src.format import format_bytes
 from jdelta._src.passes import spill as spill_pass
 from jdelta._src.plan.spill_watch import Drift
 from jdelta._src.program.hlo_names import RECOMPUTE
@@ -29,6 +28,7 @@ from jdelta._src.residuals.file_link import Scope, hidden_scopes, to_files
 from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import NO_PINS, Pins
 from jdelta._src.residuals.region_inputs import with_boundaries
+from jdelta._src.sizes import format_bytes
 from jdelta._src.spill import SpillRates, rates_of, write
 from tests.frameworks import FORMS, LAYERS, STEPS
 from tests.parallel import PARALLEL

@@ -16,13 +16,13 @@ from jdelta._src.backends.target import resolve
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import Timeline, timeline
-from jdelta._src.format import format_array, format_bytes, format_seconds
 from jdelta._src.passes.emit import Step, fixed_bytes, local_bytes
 from jdelta._src.plan.call import Call, call_of
 from jdelta._src.plan.user_step import OPTIONS, jitted
 from jdelta._src.program.graph import labels
 from jdelta._src.regions.trace import Trace, trace
 from jdelta._src.report.table import NUMBERED, aligned
+from jdelta._src.sizes import format_array, format_bytes, format_seconds
 
 _SHOWN = 12
 

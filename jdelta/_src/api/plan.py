@@ -14,29 +14,25 @@ import jax
 from jax.extend.core import Primitive
 
 from jdelta._src.backends.target import attached
-from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, PlanMismatchError, SpillError, TargetError
-from jdelta._src.hlo.overlap import Overlap
 from jdelta._src.plan import file
 from jdelta._src.plan.call import Call
 from jdelta._src.plan.planned_step import PlannedStep, compiled
-from jdelta._src.plan.user_step import Arguments, Jitted, jitted, together
+from jdelta._src.plan.record import PlanRecord
+from jdelta._src.plan.user_step import Jitted, jitted, together
 from jdelta._src.regions.policy import Policy
-from jdelta._src.regions.region import Grouping
 from jdelta._src.report.explain import Explanation, explain
 from jdelta._src.report.export import export
 from jdelta._src.report.page import page
 from jdelta._src.report.pictures import Picture, picture
 from jdelta._src.report.rok import RokPoint
 from jdelta._src.report.table import format_table, rows, summary
-from jdelta._src.residuals.residual import Residual
-from jdelta._src.spill import Spill, SpillRates, Store, by_callback
 
 _NO_PLANS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(PlanRecord):
     """What becomes of every residual of a training step, and the checked result of compiling it.
 
     A plan made with ``per_layer=False`` is a ``jax.checkpoint`` policy: pass it as ``policy=`` to
@@ -92,54 +88,9 @@ class Plan:
             the backward loops; 0 where they stay where they are.
     """
 
-    policy: Policy | None
-    residuals: tuple[Residual, ...] = field(repr=False)
-    budget: int
-    predicted_peak: int
-    compiled_peak: int
-    code_bytes: int
-    host_bytes: int
-    spill_bytes: int
-    spill_written: int
-    overlap: Overlap = field(repr=False)
-    floor: int
-    ceiling: int
-    estimates: tuple[str, ...]
-    overhead: float
-    step_seconds: float
-    result: str
-    compiles: int
-    target: str
-    donate_argnums: Arguments
-    static: Arguments = field(repr=False)
-    arguments: tuple[str, ...] = field(repr=False)
-    fingerprint: str
-    versions: tuple[tuple[str, str], ...] = field(repr=False)
-    spill: Spill | None
-    spill_rates: SpillRates | None
-    aliases: tuple[tuple[str, str], ...] = field(repr=False)
-    grouping: Grouping
-    undone: tuple[str, ...]
-    updates_moved: int
     _step: Jitted | None = field(default=None, repr=False, compare=False)
     _call: Call | None = field(default=None, repr=False, compare=False)
     _compiled: Any = field(default=None, repr=False, compare=False)
-    _store: Store | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def decisions(self) -> Mapping[str, Decision]:
-        """From the name of each residual to its decision."""
-        policy = self.policy
-        if policy is None:
-            return MappingProxyType({r.name: Decision.SAVE for r in self.residuals})
-        return MappingProxyType(
-            {r.name: policy.decision(r.name, r.entering) for r in self.residuals}
-        )
-
-    @property
-    def overhead_share(self) -> float:
-        """Predicted overhead as a part of the plain step."""
-        return self.overhead / self.step_seconds if self.step_seconds else 0.0
 
     def __call__(self, prim: Any, /, *avals: Any, **params: Any) -> Any:
         """What ``jax.checkpoint`` is to do with the results of an equation.
@@ -206,14 +157,6 @@ class Plan:
     def prevents_cse(self, region: str) -> bool:
         """Whether recompute in ``region`` must be shielded from CSE."""
         return self.policy is None or self.policy.prevents_cse(region)
-
-    @functools.cached_property
-    def store(self) -> Store | None:
-        """What the step spills to when it runs; None if nothing can be spilled."""
-        if self.policy is None or self.spill is None:
-            return None
-        calls = by_callback(self.target.partition(":")[0])
-        return self._store or Store(self.spill, by_callback=calls)
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:

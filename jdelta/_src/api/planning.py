@@ -16,11 +16,9 @@ import numpy as np
 from jdelta._src.api.deferred import DeferredPlan
 from jdelta._src.api.plan import Plan
 from jdelta._src.backends.target import Target, is_on_host, resolve
-from jdelta._src.budget import parse_budget, parse_host_budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, BudgetError
 from jdelta._src.estimate.seconds import program_seconds
-from jdelta._src.format import format_bytes, format_some
 from jdelta._src.hlo.measure import Measurement
 from jdelta._src.passes.emit import Step
 from jdelta._src.passes.spill_record import check_handlers
@@ -37,6 +35,7 @@ from jdelta._src.search.candidate import Found
 from jdelta._src.search.gate import Limits, verify
 from jdelta._src.search.groupings import Planning
 from jdelta._src.search.history import History
+from jdelta._src.sizes import format_bytes, format_some, parse_budget, parse_host_budget
 from jdelta._src.solver import Knapsack, Milp, Solver
 from jdelta._src.solver.solution import Outcome
 from jdelta._src.spill import Spill, SpillRates, Store, agreed_rates, by_callback

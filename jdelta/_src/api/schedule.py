@@ -12,7 +12,6 @@ import jax
 from jdelta._src._jax.sharding import shardings_of
 from jdelta._src.backends.target import is_on_host, resolve
 from jdelta._src.estimate.buffers import Compiler
-from jdelta._src.format import format_bytes
 from jdelta._src.hlo.text import parse
 from jdelta._src.order import (
     Problem,
@@ -26,6 +25,7 @@ from jdelta._src.order import (
 from jdelta._src.plan.call import Call, call_of
 from jdelta._src.plan.user_step import jitted
 from jdelta._src.program.graph import Graph, graph_of
+from jdelta._src.sizes import format_bytes
 
 _SHOWN = 8
 

@@ -15,10 +15,10 @@ from jdelta._src.api.planning import plan
 from jdelta._src.backends.target import names, published
 from jdelta._src.cli import loading
 from jdelta._src.cli.output import Answer, Block
-from jdelta._src.format import format_bytes, format_seconds
 from jdelta._src.plan.planned_step import recompiled
 from jdelta._src.report import explain, export
 from jdelta._src.report.table import HEAD, rows, shown, summary_lines, text_cells
+from jdelta._src.sizes import format_bytes, format_seconds
 
 Options = argparse.Namespace
 

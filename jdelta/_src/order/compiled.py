@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jdelta._src.format import format_array
 from jdelta._src.hlo.text import HOST, Array, Computation, Instruction, Module, Shape, leaves
 from jdelta._src.order.problem import Problem, Tensor
+from jdelta._src.sizes import format_array
 
 _GIVEN = frozenset({"parameter", "constant", "after-all", "partition-id", "replica-id"})
 _SAME = frozenset({"bitcast", "opt-barrier", "while", "add-dependency"})

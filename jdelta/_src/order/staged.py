@@ -9,11 +9,11 @@ from types import MappingProxyType
 
 from jdelta._src.estimate.buffers import Compiler, storage
 from jdelta._src.estimate.memory import overwrites, stored_sizes
-from jdelta._src.format import format_array
 from jdelta._src.order.problem import Problem, Tensor
 from jdelta._src.order.schedule import arrange
 from jdelta._src.program.graph import BARRIER, Graph, Operation
 from jdelta._src.program.primitives import FREE, VIEWS
+from jdelta._src.sizes import format_array
 
 _Buffers = list[frozenset[int]]
 

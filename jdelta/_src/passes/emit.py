@@ -19,7 +19,6 @@ from jdelta._src.backends.target import Target, is_on_host
 from jdelta._src.errors import OffloadError, PlanMismatchError
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import Timeline, timeline
-from jdelta._src.format import format_some
 from jdelta._src.passes import stacked_weights
 from jdelta._src.passes.narrow_floats import with_narrow_as_they_are
 from jdelta._src.passes.plain_region_inputs import with_plain_inputs
@@ -35,6 +34,7 @@ from jdelta._src.program.names import RegionName
 from jdelta._src.regions.find import tracing
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import AS_WRITTEN, Grouping, Session
+from jdelta._src.sizes import format_some
 from jdelta._src.spill import Store
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
 from jdelta._src.errors import SpillError
-from jdelta._src.format import format_bytes, format_some
 from jdelta._src.residuals.residual import Residual
+from jdelta._src.sizes import format_bytes, format_some
 from jdelta._src.spill import try_out
 
 

@@ -15,9 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jdelta._src import _jax
 from jdelta._src.backends.target import Target, committed_sharding, is_on_host
 from jdelta._src.errors import ArgumentError
-from jdelta._src.format import format_array, format_some
 from jdelta._src.plan.user_step import Jitted, several
 from jdelta._src.program.constants import Constant
+from jdelta._src.sizes import format_array, format_some
 
 
 def _as_they_are(results: Any) -> Any:

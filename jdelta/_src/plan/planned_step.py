@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.core import Tracer
@@ -16,20 +16,17 @@ from jax.core import Tracer
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve_planned
 from jdelta._src.errors import ArgumentError, BudgetError, PlanMismatchError
-from jdelta._src.format import format_bytes
 from jdelta._src.hlo.measure import Measurement, measure
 from jdelta._src.passes.emit import Step, emit
 from jdelta._src.passes.spill_record import check_handlers, check_spilled
 from jdelta._src.plan.call import Call, call_of, described, difference
+from jdelta._src.plan.record import PlanRecord
 from jdelta._src.plan.spill_watch import Drift
 from jdelta._src.plan.user_step import Arguments, Jitted, jitted
 from jdelta._src.regions.trace import Trace, own_errors_only, trace
+from jdelta._src.sizes import format_bytes
 from jdelta._src.spill import named_errors
 from jdelta._src.versions import other_versions
-
-if TYPE_CHECKING:
-    from jdelta._src.api.plan import Plan
-
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ class PlannedStep:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PlanRecord,
         step: Jitted,
         static: Any,
         ready: Any,
@@ -137,7 +134,7 @@ def _check_alive(call: Call, error: Exception) -> None:
                 ) from error
 
 
-def _check_arguments(plan: Plan, call: Call) -> None:
+def _check_arguments(plan: PlanRecord, call: Call) -> None:
     """Compare a call's arguments with those that a plan was made for.
 
     Raises:
@@ -154,7 +151,7 @@ def _check_arguments(plan: Plan, call: Call) -> None:
         )
 
 
-def recompiled(plan: Plan, step_fn: Callable[..., Any], args: tuple[Any, ...]) -> Measurement:
+def recompiled(plan: PlanRecord, step_fn: Callable[..., Any], args: tuple[Any, ...]) -> Measurement:
     """What the compiler says today of a step under a plan.
 
     Args:
@@ -171,7 +168,7 @@ def recompiled(plan: Plan, step_fn: Callable[..., Any], args: tuple[Any, ...]) -
     return dataclasses.replace(measurement, peak=peak)
 
 
-def compiled(plan: Plan, call: Call, donate: Arguments) -> jax.stages.Compiled:
+def compiled(plan: PlanRecord, call: Call, donate: Arguments) -> jax.stages.Compiled:
     """Compile a step under a plan and check it against the budget."""
     if plan.spill_written:
         check_handlers(resolve_planned(plan.target, call.placed))
@@ -188,7 +185,7 @@ def compiled(plan: Plan, call: Call, donate: Arguments) -> jax.stages.Compiled:
 
 
 def _compiled(
-    plan: Plan, call: Call, donate: Arguments
+    plan: PlanRecord, call: Call, donate: Arguments
 ) -> tuple[jax.stages.Compiled | None, Measurement, int]:
     """The program, what the compiler says of it, and its peak with what spilling holds beside."""
     step, _ = step_of(plan, call, donate)
@@ -207,7 +204,7 @@ def _compiled(
     return program, measurement, measurement.peak + emission.pool
 
 
-def step_of(plan: Plan, call: Call, donate: Arguments) -> tuple[Step, Trace]:
+def step_of(plan: PlanRecord, call: Call, donate: Arguments) -> tuple[Step, Trace]:
     """The step of a call, as the plan was made for it, and its plain program.
 
     Raises:
@@ -223,7 +220,7 @@ def step_of(plan: Plan, call: Call, donate: Arguments) -> tuple[Step, Trace]:
     return Step(call.fun, call.args, donated, target, aliases, *how, call.out_shardings), found
 
 
-def _other_program(plan: Plan, found: Trace) -> str:
+def _other_program(plan: PlanRecord, found: Trace) -> str:
     """What to say of a program that a plan was not made for."""
     planned, here = {r.region for r in plan.residuals}, {r.name for r in found.regions}
     differences = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import warnings
 
-from jdelta._src.format import format_bytes
+from jdelta._src.sizes import format_bytes
 from jdelta._src.spill import Spill, SpillRates, rates_of
 
 WINDOW = 16

@@ -13,8 +13,8 @@ import jax
 from jdelta._src import _jax
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
-from jdelta._src.format import format_some
 from jdelta._src.program.names import RegionName
+from jdelta._src.sizes import format_some
 
 _NUMBER = re.compile(r"_\d+$")
 

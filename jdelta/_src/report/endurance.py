@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from jdelta._src.budget import parse_size
 from jdelta._src.errors import BudgetError, SpillError
-
-if TYPE_CHECKING:
-    from jdelta._src.api.plan import Plan
+from jdelta._src.plan.record import PlanRecord
+from jdelta._src.sizes import parse_size
 
 _YEAR = 365 * 24 * 3600.0
 
@@ -34,7 +31,11 @@ class Endurance:
 
 
 def endurance(
-    plan: Plan, rated_writes: int | str, step_seconds: float | None = None, *, devices: int = 1
+    plan: PlanRecord,
+    rated_writes: int | str,
+    step_seconds: float | None = None,
+    *,
+    devices: int = 1,
 ) -> Endurance:
     """Estimate how long a drive lasts under a plan.
 

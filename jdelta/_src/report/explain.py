@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from jdelta._src.backends.target import Target, published
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
-from jdelta._src.format import format_array, format_bytes, format_seconds, format_some
+from jdelta._src.plan.record import PlanRecord
 from jdelta._src.report.table import NO_ROWS, Row, rows
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.items import Items, items_of
 from jdelta._src.residuals.links import offload_refusal
 from jdelta._src.residuals.pins import NO_PINS, fitting
 from jdelta._src.residuals.residual import Residual
+from jdelta._src.sizes import format_array, format_bytes, format_seconds, format_some
 from jdelta._src.solver import Knapsack
-
-if TYPE_CHECKING:
-    from jdelta._src.api.plan import Plan
 
 _BISECTIONS = 12
 
@@ -99,7 +96,7 @@ class Explanation:
         return f"About {format_bytes(abs(self.turning))} {way} for residuals would change this."
 
 
-def explain(plan: Plan, name: str) -> tuple[Explanation, ...]:
+def explain(plan: PlanRecord, name: str) -> tuple[Explanation, ...]:
     """What is known of residuals, and why the plan does with them what it does.
 
     Args:
@@ -126,7 +123,7 @@ def explain(plan: Plan, name: str) -> tuple[Explanation, ...]:
 class _Explaining:
     """What all explanations of a plan share."""
 
-    def __init__(self, plan: Plan, target: Target):
+    def __init__(self, plan: PlanRecord, target: Target):
         self.plan = plan
         self.target = target
         spill, rates = plan.spill, plan.spill_rates

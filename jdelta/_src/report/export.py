@@ -9,16 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, PlanMismatchError
-from jdelta._src.format import format_bytes
+from jdelta._src.plan.record import PlanRecord
 from jdelta._src.report.table import rows, shown
 from jdelta._src.residuals.residual import Residual
-
-if TYPE_CHECKING:
-    from jdelta._src.api.plan import Plan
+from jdelta._src.sizes import format_bytes
 
 _MAXTEXT = (
     "context query_proj key_proj value_proj qkv_proj out_proj mlpwi mlpwi_0 mlpwi_1 mlpwo"
@@ -44,7 +41,7 @@ class _Names:
         return sorted(name for name, d in self.decisions.items() if d is decision)
 
 
-def export(plan: Plan, form: str) -> str:
+def export(plan: PlanRecord, form: str) -> str:
     """Write a plan in the words of another library.
 
     Args:
@@ -77,7 +74,7 @@ def export(plan: Plan, form: str) -> str:
     return "\n".join([*_comments(names), FORMS[form](names)])
 
 
-def _names(plan: Plan) -> _Names:
+def _names(plan: PlanRecord) -> _Names:
     decisions: dict[str, Decision] = {}
     for r in plan.residuals:
         given = r.given if r.label == r.name else ""  # else given where no policy is asked

@@ -6,21 +6,19 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jdelta._src.hlo.overlap import Span
+from jdelta._src.plan.record import PlanRecord
 from jdelta._src.report.pictures import Grid, Moment, Picture
 from jdelta._src.report.rok import RokCurve, RokPoint, curves
 from jdelta._src.report.table import HEAD, cells, rows, summary_lines
 
-if TYPE_CHECKING:
-    from jdelta._src.api.plan import Plan
-
 
 def page(
-    plan: Plan,
+    plan: PlanRecord,
     picture: Picture | None,
-    others: Mapping[str, Plan],
+    others: Mapping[str, PlanRecord],
     rok: Sequence[RokPoint] = (),
 ) -> str:
     """The page's HTML.
@@ -82,5 +80,5 @@ def _curve(curve: RokCurve) -> list[Any]:
     return [name, curve.role, [[p.batch, p.activation, p.rate] for p in curve.points]]
 
 
-def _point(name: str, plan: Plan) -> list[Any]:
+def _point(name: str, plan: PlanRecord) -> list[Any]:
     return [name, plan.compiled_peak, plan.overhead_share, plan.host_bytes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
@@ -17,10 +17,8 @@ from jdelta._src.hlo.text import parse
 from jdelta._src.passes.emit import Step, emit, fixed_bytes
 from jdelta._src.plan.call import Call
 from jdelta._src.plan.planned_step import compiled, step_of
+from jdelta._src.plan.record import PlanRecord
 from jdelta._src.program.graph import labels
-
-if TYPE_CHECKING:
-    from jdelta._src.api.plan import Plan
 
 _NAMED = 6
 """Buffers that are named at each moment."""
@@ -81,7 +79,7 @@ class Picture:
     lanes: tuple[Span, ...]
 
 
-def picture(plan: Plan, call: Call) -> Picture:
+def picture(plan: PlanRecord, call: Call) -> Picture:
     """Simulate a plan's step and the plain one, and read the compiled schedule.
 
     Args:
@@ -174,7 +172,7 @@ def _coarse(found: Sequence[Moment]) -> Iterator[Moment]:
         yield replace(most, start=part[0].start, seconds=sum(m.seconds for m in part))
 
 
-def grid(plan: Plan) -> Grid:
+def grid(plan: PlanRecord) -> Grid:
     """Decisions by region and by value; in regions of a loop one column stands for all layers."""
     shown = [
         r for r in plan.residuals if r.needed or plan.decisions[r.name] is not Decision.RECOMPUTE

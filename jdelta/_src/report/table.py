@@ -8,15 +8,13 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from jdelta._src.decision import Decision
-from jdelta._src.format import format_array, format_bytes, format_seconds, format_short, format_some
+from jdelta._src.plan.record import PlanRecord
 from jdelta._src.regions.region import Grouping
 from jdelta._src.residuals.residual import Residual
-
-if TYPE_CHECKING:
-    from jdelta._src.api.plan import Plan
+from jdelta._src.sizes import format_array, format_bytes, format_seconds, format_short, format_some
 
 NUMBERED = re.compile(r"(?<=_)\d+(?=/|$)|(?<![^/])\d+(?=/|$)")
 """Numbers of regions that are alike."""
@@ -205,7 +203,7 @@ def _count(row: Row) -> str:
     return f"×{row.regions} {trips}".strip() if row.regions > 1 else trips
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: PlanRecord) -> str:
     """The figures of the whole step, one a line."""
     return labelled(summary_lines(plan))
 
@@ -224,7 +222,7 @@ def labelled(figures: Mapping[str, str]) -> str:
     )
 
 
-def summary_lines(plan: Plan) -> dict[str, str]:
+def summary_lines(plan: PlanRecord) -> dict[str, str]:
     """The figures of the whole step by what they are."""
     lines = {
         "target": plan.target,
@@ -246,24 +244,24 @@ def summary_lines(plan: Plan) -> dict[str, str]:
     return {label: text for label, text in lines.items() if text}
 
 
-def _bounds(plan: Plan) -> str:
+def _bounds(plan: PlanRecord) -> str:
     """Floor and plain step; where that is the plan, there is no floor to speak of."""
     ceiling = _bound(plan, "plain step", "ceiling")
     return f"{_bound(plan, 'floor', 'floor')}, {ceiling}" if plan.policy else ceiling
 
 
-def _bound(plan: Plan, label: str, field: str) -> str:
+def _bound(plan: PlanRecord, label: str, field: str) -> str:
     predicted = " predicted" if field in plan.estimates else ""
     return f"{label} {format_bytes(getattr(plan, field))}{predicted}"
 
 
-def _code(plan: Plan) -> str:
+def _code(plan: PlanRecord) -> str:
     if not plan.target.startswith("tpu"):
         return ""
     return f"{format_bytes(plan.code_bytes)}, in device memory beside the peak"
 
 
-def _on_the_host(plan: Plan) -> str:
+def _on_the_host(plan: PlanRecord) -> str:
     if not plan.overlap.transfers:
         return format_bytes(plan.host_bytes)
     seconds = plan.overlap.seconds_out + plan.overlap.seconds_in
@@ -273,7 +271,7 @@ def _on_the_host(plan: Plan) -> str:
     )
 
 
-def _in_files(plan: Plan) -> str:
+def _in_files(plan: PlanRecord) -> str:
     if plan.spill is None or plan.spill_rates is None:
         return ""
     return (

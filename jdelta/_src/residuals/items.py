@@ -10,11 +10,11 @@ from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, OffloadError, SpillError
 from jdelta._src.estimate.buffers import Compiler
-from jdelta._src.format import format_bytes, format_some
 from jdelta._src.program.graph import Value
 from jdelta._src.residuals.links import EXPOSED, Way, to_host
 from jdelta._src.residuals.pins import Pins, pinned
 from jdelta._src.residuals.residual import Residual
+from jdelta._src.sizes import format_bytes, format_some
 from jdelta._src.solver.problem import AWAY, Item, Move, Problem, Tier
 
 _UNSAVEABLE = float(1 << 62)

@@ -11,11 +11,11 @@ from jdelta._src import _jax
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.estimate.memory import Timeline
-from jdelta._src.format import format_array, format_bytes, format_some
 from jdelta._src.hlo.measure import Measurement
 from jdelta._src.passes.emit import Emission
 from jdelta._src.program.graph import labels
 from jdelta._src.residuals.residual import Residual
+from jdelta._src.sizes import format_array, format_bytes, format_some
 from jdelta._src.solver.solution import Outcome
 
 GOOD_USE = 0.97

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, OffloadError, PlanMismatchError, SpillError
-from jdelta._src.format import format_bytes, format_some
 from jdelta._src.hlo.host_buffers import without_place
 from jdelta._src.passes.spill_record import check_spilled
 from jdelta._src.program.graph import TRANSFER, Graph
 from jdelta._src.program.loop_nest import OUTSIDE, Nest
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.search.candidate import Candidate, not_there, wrong_order
+from jdelta._src.sizes import format_bytes, format_some
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdelta._src.budget import Budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.passes.emit import Step
@@ -26,6 +25,7 @@ from jdelta._src.residuals.unpinnable import why_unpinnable
 from jdelta._src.search.candidate import Candidate, Found
 from jdelta._src.search.history import History
 from jdelta._src.search.search import EARLY, GROUPS, MOST_COMPILES, Search
+from jdelta._src.sizes import Budget
 from jdelta._src.solver import Solver
 
 _LOG = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdelta._src.format import format_bytes
 from jdelta._src.hlo.measure import Measurement, measure
 from jdelta._src.passes.emit import Emission, Step
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
 from jdelta._src.search.candidate import Candidate
+from jdelta._src.sizes import format_bytes
 
 _LOG = logging.getLogger(__name__)
 

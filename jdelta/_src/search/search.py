@@ -9,11 +9,9 @@ from dataclasses import replace
 
 import jax
 
-from jdelta._src.budget import Budget
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, OffloadError, SpillError
 from jdelta._src.estimate.seconds import program_seconds
-from jdelta._src.format import format_bytes
 from jdelta._src.passes.emit import Emission, Step, emit
 from jdelta._src.passes.spill_record import check_spilled
 from jdelta._src.passes.transfer_timing import TIED
@@ -33,6 +31,7 @@ from jdelta._src.search.candidate import (
 )
 from jdelta._src.search.gate import host_fault
 from jdelta._src.search.history import Compiles, Correction, History
+from jdelta._src.sizes import Budget, format_bytes
 from jdelta._src.solver.base import Solver
 from jdelta._src.solver.problem import Problem
 from jdelta._src.solver.solution import Outcome

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from jdelta._src.budget import Budget
 from jdelta._src.errors import BudgetError
 from jdelta._src.hlo.measure import measure
 from jdelta._src.passes.emit import Step, emit
@@ -14,6 +13,7 @@ from jdelta._src.regions.trace import Trace
 from jdelta._src.search.candidate import Found
 from jdelta._src.search.groupings import Planning
 from jdelta._src.search.search import Search
+from jdelta._src.sizes import Budget
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import math
 import os
 from dataclasses import dataclass
 
-from jdelta._src.budget import parse_size
 from jdelta._src.errors import BudgetError, SpillError
+from jdelta._src.sizes import parse_size
 from jdelta._src.spill.adapter import Adapter
 
 BLOCK = 1 << 20

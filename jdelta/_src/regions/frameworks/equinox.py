@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import equinox as eqx
 import jax
 
 from jdelta._src.program.constants import Constant, unwrapped
-
-if TYPE_CHECKING:
-    from jdelta._src.plan.call import Call
+from jdelta._src.regions.frameworks.step_call import C
 
 
 def is_module(leaf: Any) -> bool:
@@ -31,7 +29,7 @@ def filter_jitted(step: Callable[..., Any]) -> tuple[Callable[..., Any], bool, b
     return wrapped.__wrapped__, wrapped.donate_first, wrapped.donate_rest
 
 
-def without_constants(call: Call, *, everywhere: bool) -> Call:
+def without_constants(call: C, *, everywhere: bool) -> C:
     """The call with what is no array in its modules as constants, in arguments and in results.
 
     Args:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from flax import linen as nn
@@ -16,10 +16,8 @@ from flax.core import lift
 
 from jdelta._src.errors import ArgumentError
 from jdelta._src.program.constants import Constant
+from jdelta._src.regions.frameworks.step_call import C
 from jdelta._src.regions.region import RegionPolicy, region
-
-if TYPE_CHECKING:
-    from jdelta._src.plan.call import Call
 
 
 def mark_class(
@@ -153,7 +151,7 @@ def call_nnx(
     return out
 
 
-def without_objects(call: Call) -> Call:
+def without_objects(call: C) -> C:
     """The call of a step on the state of NNX objects: their new state comes out, as in ``nnx.jit``.
 
     Objects that several arguments share are split together, and stay shared. An object that the

@@ -1,0 +1,94 @@
+"""The rooms of the house: which package a module is in, and what it may import."""
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "jdelta"
+LEAVES = ("errors", "decision", "sizes", "cache", "versions")
+PACKAGES = (
+    *("_jax", "solver", "spill", "program", "regions", "backends", "estimate", "hlo", "order"),
+    *("residuals", "passes", "search", "plan", "report", "api", "cli"),
+)
+ROOMS = (*LEAVES, *PACKAGES[:-1], "plot", "cli", "__main__", "")
+"""Each may import only from those before it; the last is `jdelta` itself, which re-exports."""
+
+MOST_LEVELS = 12
+
+
+def name_of(path: Path) -> str:
+    """As in `jdelta._src.hlo.text`."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def room_of(module: str) -> str:
+    """As in `hlo`, or `errors` for a leaf."""
+    parts = module.removeprefix("jdelta").removeprefix("._src").split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+@functools.cache
+def imported(module: str) -> frozenset[str]:
+    """The modules of jdelta that a module imports, wherever in it, for types only too."""
+
+    def found() -> Iterator[str]:
+        for node in ast.walk(ast.parse(MODULES[module].read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{module}: imports are absolute"
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    yield inner if inner in MODULES else str(node.module)
+
+    return frozenset(name for name in found() if name in MODULES and name != module)
+
+
+def test_jdelta_holds_what_users_and_python_ask_for():
+    names = {path.name for path in ROOT.iterdir()} - {"__pycache__"}
+    assert names == {"__init__.py", "__main__.py", "plot.py", "py.typed", "_src"}
+
+
+def test_every_module_is_in_a_room():
+    found = {path.stem for path in (ROOT / "_src").iterdir()} - {"__pycache__", "__init__"}
+    assert found == {*LEAVES, *PACKAGES}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_come_from_rooms_above(module):
+    place = ROOMS.index(room_of(module))
+    upwards = {name for name in imported(module) if ROOMS.index(room_of(name)) > place}
+    assert not upwards
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    def reached(module: str) -> set[str]:
+        found: set[str] = set()
+        todo = [module]
+        while todo:
+            new = imported(todo.pop()) - found
+            found |= new
+            todo.extend(new)
+        return found
+
+    assert [module for module in MODULES if module in reached(module)] == []
+
+
+def test_rooms_are_few_levels_deep():
+    below = {
+        room: {room_of(name) for m in MODULES if room_of(m) == room for name in imported(m)}
+        for room in ROOMS
+    }
+
+    @functools.cache
+    def level(room: str) -> int:
+        return 1 + max((level(other) for other in below[room] - {room}), default=0)
+
+    assert max(map(level, ROOMS)) <= MOST_LEVELS
