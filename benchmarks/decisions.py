@@ -36,7 +36,7 @@ COMPILED = {
     "cuda:h100": STEPS[::4],
     "cpu": STEPS[2::4],
 }
-"""By target what its own compiler judges: on a TPU some that it compiles in seconds, not minutes."""
+"""By target what its own compiler judges: on a TPU what it compiles in seconds, not in minutes."""
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ HEAD = f"""# Frameworks
 
 What the tests check of one network of {LAYERS} residual blocks in each framework
 (`tests/frameworks.py`), with its blocks marked by `jdelta.remat` and with nothing marked. Written
-by `python -m tests.matrix`; `tests/test_matrix.py` fails where it is not true.
+by `python -m tests.matrix`; `tests/steps/test_matrix.py` fails where it is not true.
 
 - *units*: the units of recompute that the plan decides about.
 - *equal*: under a plan that keeps 40 % of the residuals' bytes, new parameters and loss equal those

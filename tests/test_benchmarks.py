@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from compilers import TARGETS
 from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks import (
@@ -48,6 +47,7 @@ from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import resolve
 from jdelta._src.residuals.file_link import Scope, hidden_scopes
 from jdelta._src.spill import SpillRates
+from tests.compilers import TARGETS
 from tests.programs import PROGRAMS, SMALL
 from tests.versions import fails_in_jax_0_10_with_remat3
 

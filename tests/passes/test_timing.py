@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import TARGETS, fast, needs_cuda
 
 import jdelta
 from benchmarks.models import find
@@ -28,6 +27,7 @@ from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import NO_PINS
 from jdelta._src.residuals.region_inputs import with_boundaries
+from tests.compilers import TARGETS, fast, needs_cuda
 
 TARGET = resolve("tpu:v5e:2x2")
 FAST = dataclasses.replace(TARGET.rates, device_to_host=1e15, host_to_device=1e15)

@@ -151,7 +151,7 @@ def driver(tmp_path_factory):
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_on_a_stand_in(scenario, driver):
     """In a process of its own, where no other driver is."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(root / "tests")])
     run = subprocess.run(
         [sys.executable, "-m", "tests.gpu", str(driver), scenario.__name__],

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import needs_cuda
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,11 +35,12 @@ from jdelta._src.program.loop_nest import walk
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.residual import residuals
+from tests.compilers import needs_cuda
 from tests.frameworks import mean_square
 from tests.parallel import HIDDEN, LAYERS, PARALLEL, ROWS, WIDTH
+from tests.passes.test_timing import offloading
 from tests.planning import planned, under
-from tests.test_steps import loops_of
-from tests.test_timing import offloading
+from tests.steps.test_steps import loops_of
 
 KINDS = list(PARALLEL)
 MAPPED = [kind for kind in KINDS if "shard_map" in kind]
@@ -362,7 +362,7 @@ def test_every_process_makes_the_same_plan(tmp_path):
         subprocess.run(
             [sys.executable, "-c", PLAN.format(path=path)],
             env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
             check=True,
         )
         plans.append(Path(path).read_text())

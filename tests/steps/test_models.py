@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import fast
 
 from benchmarks import models
+from tests.compilers import fast
 
 COUNTS = {
     "gpt2": 124_439_808,

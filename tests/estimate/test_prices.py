@@ -8,7 +8,6 @@ import jax.extend.core.primitives
 import jax.lax.linalg
 import jax.numpy as jnp
 import pytest
-from compilers import needs_cuda
 from jax import lax
 from jax.extend.core import Primitive
 
@@ -20,6 +19,7 @@ from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.hlo.seconds import products
 from jdelta._src.hlo.text import parse
 from jdelta._src.program.graph import graph_of
+from tests.compilers import needs_cuda
 
 FOREIGN = frozenset({"buffer_callback", "ffi_call", "io_callback", "pure_callback"})
 """Call what JAX does not know: ten operations an element."""

@@ -7,11 +7,9 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
-from compilers import TARGETS
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from spilling import Device, check, flow, network
 
 import jdelta
 from jdelta import Decision, SpillError
@@ -20,6 +18,8 @@ from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.residual import residuals
 from jdelta._src.spill import SpillRates, by_callback, callbacks
+from tests.compilers import TARGETS
+from tests.spilling import Device, check, flow, network
 
 DEVICES = 2
 PIN = {"block/dot_general": "spill", "*mul_3": "save"}

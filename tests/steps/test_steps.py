@@ -12,7 +12,6 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from compilers import fast
 from jax._src.ad_checkpoint import saved_residuals
 
 import jdelta
@@ -30,6 +29,7 @@ from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import NO_PINS
 from jdelta._src.residuals.residual import residuals
 from jdelta._src.solver import Knapsack, Milp
+from tests.compilers import fast
 from tests.planning import planned, under
 
 STEPS = {

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import fast, needs_cuda
 from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 from jax.experimental import pallas as pl
@@ -31,6 +30,7 @@ from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.links import offload_refusal
 from jdelta._src.residuals.residual import residuals
+from tests.compilers import fast, needs_cuda
 from tests.planning import decided, under
 
 ROWS, WIDTH = 16, 16

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from spilling import MIB, Device, check, flow, network, open_store, usage
 
 import jdelta
 from benchmarks import rok
@@ -32,6 +31,7 @@ from jdelta._src.sizes import format_bytes
 from jdelta._src.spill import SpillRates, rates_of, write
 from tests.frameworks import FORMS, LAYERS, STEPS
 from tests.parallel import PARALLEL
+from tests.spilling import MIB, Device, check, flow, network, open_store, usage
 from tests.trainers import MICRO, TRAINERS
 from tests.trainers import STEPS as MANY
 from tests.versions import READ_OF_TANH

@@ -4,10 +4,10 @@ import equinox as eqx
 import haiku as hk
 import jax.numpy as jnp
 import pytest
-from compilers import needs_cuda
 
 import jdelta
 from tests import matrix
+from tests.compilers import needs_cuda
 
 EVERY = pytest.mark.parametrize(("framework", "scan", "marks"), matrix.ROWS)
 

@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from compilers import TARGETS
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,6 +15,7 @@ from benchmarks.models import build, checkpoint
 from jdelta import BudgetError, Decision, OffloadError, PlanMismatchError
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
+from tests.compilers import TARGETS
 from tests.versions import fails_in_jax_0_10_with_remat3
 
 pytestmark = pytest.mark.compiler

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from solver_problems import files, host
 
 from jdelta._src.decision import Decision
 from jdelta._src.solver import Knapsack, Milp, Solver
 from jdelta._src.solver import knapsack as knapsack_module
 from jdelta._src.solver.problem import AWAY, Item, Move, Problem
 from jdelta._src.solver.solution import Outcome
+from tests.solver_problems import files, host
 from tests.solver_validate import validate
 
 FLOPS, MEMORY = 4e14, 2e12  # Rates of an accelerator, per second.

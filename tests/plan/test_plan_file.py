@@ -24,12 +24,12 @@ from jdelta._src.plan.planned_step import recompiled
 from jdelta._src.plan.user_step import jitted
 from jdelta._src.versions import versions
 from tests import small
+from tests.api.test_plan import arguments, layer, make_step, step
 from tests.compilers import TARGETS
 from tests.parallel import PARALLEL
+from tests.passes.test_updates import GAINS
+from tests.passes.test_updates import make as make_adam
 from tests.spilling import Device
-from tests.test_plan import arguments, layer, make_step, step
-from tests.test_updates import GAINS
-from tests.test_updates import make as make_adam
 
 SCHEMA = json.loads(
     resources.files("jdelta._src.plan").joinpath("plan.schema.json").read_text("utf-8")

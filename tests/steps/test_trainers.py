@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import TARGETS
 
 import jdelta
 from benchmarks.models import identity
@@ -19,6 +18,7 @@ from jdelta._src.program.loop_nest import Nest
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.region_inputs import with_boundaries
 from jdelta._src.residuals.residual import residuals
+from tests.compilers import TARGETS
 from tests.frameworks import LAYERS, mean_square
 from tests.planning import planned, under
 from tests.trainers import MICRO, STEPS, TRAINERS, descend, layer, rows_of, weights

@@ -12,7 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from spilling import (
+
+from jdelta import SpillError
+from jdelta._src.spill import Spill, rates_of, read, write
+from jdelta._src.spill.library import Key, library
+from tests.spilling import (
     MIB,
     ROWS,
     Device,
@@ -26,10 +30,6 @@ from spilling import (
     usage,
     wait_until,
 )
-
-from jdelta import SpillError
-from jdelta._src.spill import Spill, rates_of, read, write
-from jdelta._src.spill.library import Key, library
 
 TOKEN = jax.ShapeDtypeStruct((), jnp.int32)
 PLANNED = ROWS * X.nbytes

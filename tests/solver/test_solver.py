@@ -8,7 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from solver_problems import (
+
+from jdelta._src.solver import Knapsack, Milp, Solver
+from jdelta._src.solver.problem import Item, Move, Problem, Tier
+from jdelta._src.solver.solution import Outcome
+from tests.solver_problems import (
     AMOUNTS,
     CHAIN,
     CUT,
@@ -28,10 +32,6 @@ from solver_problems import (
     share,
     tiered,
 )
-
-from jdelta._src.solver import Knapsack, Milp, Solver
-from jdelta._src.solver.problem import Item, Move, Problem, Tier
-from jdelta._src.solver.solution import Outcome
 from tests.solver_validate import validate
 
 EXACT = Milp(mip_rel_gap=0.0)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import needs_cuda
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jdelta
@@ -19,6 +18,7 @@ from jdelta._src.backends import rates
 from jdelta._src.backends.chips import CHIPS, Rates, chip_of
 from jdelta._src.backends.target import _offload_refusal, published, resolve
 from jdelta._src.errors import TargetError
+from tests.compilers import needs_cuda
 
 RATES = Rates(
     matmul=(("bfloat16", 4.0), ("float16", 3.0), ("float32", 2.0), ("float32 highest", 1.0)),

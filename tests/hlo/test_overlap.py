@@ -1,7 +1,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from compilers import needs_cuda
 from jax.ad_checkpoint import checkpoint_name
 
 from jdelta._src.backends.chips import Rates
@@ -10,6 +9,7 @@ from jdelta._src.hlo.fetch_order import forward_fetches
 from jdelta._src.hlo.overlap import Overlap, read_overlap
 from jdelta._src.hlo.seconds import products, traffic
 from jdelta._src.hlo.text import DEVICE, HOST, Array, parse
+from tests.compilers import needs_cuda
 from tests.versions import fails_in_jax_0_10_with_remat3
 
 # Rates at which an array of a million float32 takes 1 s to the host, 2 s back and 1 s to negate.

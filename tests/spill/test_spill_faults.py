@@ -14,12 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from spilling import MIB, ROWS, Device, X, expected, fill, make_step, open_store, take, wait_until
 
 from jdelta import SpillError
 from jdelta._src.spill import _build, library, named_errors, read, write
 from jdelta._src.spill.directory import PREFIX, remove_stale
 from jdelta._src.spill.library import Key
+from tests.spilling import (
+    MIB,
+    ROWS,
+    Device,
+    X,
+    expected,
+    fill,
+    make_step,
+    open_store,
+    take,
+    wait_until,
+)
 
 PLANNED = ROWS * X.nbytes
 
@@ -314,9 +325,9 @@ def test_wrong_size_is_an_error():
 
 SCRIPT = """
 import os, signal, sys, threading, time
-sys.path[:0] = sys.argv[1].split(os.pathsep)
+sys.path.insert(0, sys.argv[1])
 import jax
-from spilling import *
+from tests.spilling import *
 path = sys.argv[2]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 """
@@ -324,10 +335,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 
 def start(body, path, **options):
     """Another process that runs `body`."""
-    places = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    root = str(Path(__file__).parents[2])
     script = SCRIPT + textwrap.dedent(body)
     return subprocess.Popen(
-        [sys.executable, "-c", script, places, str(path)],
+        [sys.executable, "-c", script, root, str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -12,7 +12,7 @@ import pytest
 from jdelta import SpillError
 from jdelta._src.spill import Spill, SpillRates, agreed_rates, rates
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 JOB = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np

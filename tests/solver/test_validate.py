@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from solver_problems import MANY, files, host, problems, ways
 
 from jdelta._src.decision import Decision
 from jdelta._src.solver.problem import Item, Move, Problem
 from jdelta._src.solver.solution import Outcome, Solution
+from tests.solver_problems import MANY, files, host, problems, ways
 from tests.solver_validate import validate
 
 SAVE, OFFLOAD, SPILL = Decision.SAVE, Decision.OFFLOAD, Decision.SPILL

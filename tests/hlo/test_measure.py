@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from compilers import needs_cuda
 
 import jdelta
 from jdelta._src import cache
 from jdelta._src.backends.target import Target, resolve
 from jdelta._src.hlo.measure import _peak, measure, needed_bytes
+from tests.compilers import needs_cuda
 
 MIB = 2**20
 

@@ -165,7 +165,7 @@ def test_the_flag_of_the_environment():
             "-q",
             "-o",
             "addopts=",
-            "tests/test_remat.py",
+            "tests/regions/test_remat.py",
             "-k",
             which,
         ],

@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from compilers import needs_cuda
 
 import jdelta
 from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
 from jdelta._src.regions.region import Grouping
+from tests.compilers import needs_cuda
 from tests.programs import PROGRAMS, unmarked
 from tests.stand_in import EXACT, lowering_to_itself, saying_what_is_predicted
 

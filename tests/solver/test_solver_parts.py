@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from solver_problems import (
+
+from jdelta._src.solver.chains import Chains
+from jdelta._src.solver.director import DECISIONS, FREE, MOVED, RECOMPUTE, SAVE, Director, code_of
+from jdelta._src.solver.filter import Corner, Exits, Filter
+from jdelta._src.solver.problem import AWAY, Item, Problem
+from jdelta._src.solver.release import Release
+from tests.solver_problems import (
     CHAIN,
     CUT,
     MANY,
@@ -21,12 +27,6 @@ from solver_problems import (
     states,
     tiered,
 )
-
-from jdelta._src.solver.chains import Chains
-from jdelta._src.solver.director import DECISIONS, FREE, MOVED, RECOMPUTE, SAVE, Director, code_of
-from jdelta._src.solver.filter import Corner, Exits, Filter
-from jdelta._src.solver.problem import AWAY, Item, Problem
-from jdelta._src.solver.release import Release
 
 OFFLOAD, SPILL = map(code_of, AWAY)
 
