@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,3 +93,9 @@ def test_rooms_are_few_levels_deep():
         return 1 + max((level(other) for other in below[room] - {room}), default=0)
 
     assert max(map(level, ROOMS)) <= MOST_LEVELS
+
+
+def test_the_page_on_architecture_has_every_room():
+    page = (ROOT.parent / "docs" / "architecture.md").read_text("utf-8")
+    table = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert {name for cell in table for name in re.findall(r"`(\w+)`", cell)} == {*LEAVES, *PACKAGES}
