@@ -19,6 +19,7 @@ from benchmarks import comparators, record
 from benchmarks.models import find
 from benchmarks.order import posed_by, step_of
 from benchmarks.record import Row
+from jdelta._src.backends.cuda import CUDA
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.order import Problem, arrange, layout
 
@@ -46,7 +47,7 @@ HEADS = [
 
 def row(model: str, optimizer: str, limit: float) -> Row:
     """Orders one step in both ways."""
-    posed = posed_by(step_of(MODELS[model], OPTIMIZERS[optimizer](1e-3)), Compiler("cuda"))
+    posed = posed_by(step_of(MODELS[model], OPTIMIZERS[optimizer](1e-3)), Compiler(CUDA))
     seconds = [_seconds(dataclasses.replace(posed)) for _ in range(REPEATS)]
     found = arrange(posed)
     return {

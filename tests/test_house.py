@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "jdelta"
 LEAVES = ("errors", "decision", "sizes", "cache", "versions")
 PACKAGES = (
-    *("_jax", "solver", "spill", "program", "regions", "backends", "estimate", "hlo", "order"),
+    *("_jax", "backends", "solver", "spill", "program", "regions", "estimate", "hlo", "order"),
     *("residuals", "passes", "search", "plan", "report", "api", "cli"),
 )
 ROOMS = (*LEAVES, *PACKAGES[:-1], "plot", "cli", "__main__", "")
@@ -93,6 +93,19 @@ def test_rooms_are_few_levels_deep():
         return 1 + max((level(other) for other in below[room] - {room}), default=0)
 
     assert max(map(level, ROOMS)) <= MOST_LEVELS
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room_of(m) != "backends"])
+def test_only_backends_tell_platforms_apart(module):
+    compared = [
+        constant.value
+        for node in ast.walk(ast.parse(MODULES[module].read_text("utf-8")))
+        if isinstance(node, ast.Compare)
+        for side in (node.left, *node.comparators)
+        for constant in ast.walk(side)
+        if isinstance(constant, ast.Constant)
+    ]
+    assert not {"tpu", "cuda", "gpu", "rocm", "cpu"}.intersection(map(str, compared))
 
 
 def test_the_page_on_architecture_has_every_room():

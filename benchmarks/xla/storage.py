@@ -283,7 +283,7 @@ def temporaries(name: str, target: str) -> tuple[int, int]:
     program, shapes = PROGRAMS[name]
     where = resolve(target)
     traced = jax.jit(program).trace(*where.abstract(shapes))
-    simulated = timeline(graph_of(traced.jaxpr), Compiler(where.platform)).peak
+    simulated = timeline(graph_of(traced.jaxpr), Compiler(where.backend)).peak
     lowered = traced.lower(lowering_platforms=(where.platform,))
     return measure(lowered, where)[1].temporaries, simulated
 

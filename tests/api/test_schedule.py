@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jdelta
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import timeline
 from jdelta._src.hlo.text import parse
@@ -146,7 +147,7 @@ def test_effects_stay_in_their_order():
 def test_program_order_needs_what_the_simulation_says(platform):
     step, state, data = mlp(3, 64, 64, optax.sgd(0.1))
     graph = graph_of(jax.make_jaxpr(step)(state, data))
-    compiler = Compiler(platform)
+    compiler = Compiler(backend_of(platform))
     problem = problem_of(graph, compiler)
     results = sum(t.bytes for t in problem.tensors if t.kept)
     simulated = timeline(graph, compiler).peak

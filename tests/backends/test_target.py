@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 import jdelta
 from jdelta._src.backends import rates
 from jdelta._src.backends.chips import CHIPS, Rates, chip_of
+from jdelta._src.backends.platforms import BACKENDS, backend_of, platform_of
 from jdelta._src.backends.target import _offload_refusal, published, resolve
 from jdelta._src.errors import TargetError
 from tests.compilers import needs_cuda
@@ -188,8 +190,19 @@ def test_kinds_of_the_table_are_found():
 )
 def test_offload_is_refused_where_gpus_miscompile_it(monkeypatch, jaxlib, refused):
     monkeypatch.setattr(importlib.metadata, "version", lambda package: jaxlib)
-    assert bool(_offload_refusal("cuda")) is refused
-    assert _offload_refusal("tpu") is None
+    assert bool(_offload_refusal(backend_of("cuda"))) is refused
+    assert _offload_refusal(backend_of("tpu")) is None
+
+
+def test_a_platform_that_nobody_knows_is_refused():
+    with pytest.raises(TargetError, match="'rocm', only those for tpu, cuda, cpu"):
+        backend_of("rocm")
+    client = SimpleNamespace(platform_version="ROCm 6.4")
+    assert platform_of(SimpleNamespace(platform="gpu", client=client)) == "rocm"
+
+
+def test_every_backend_is_found_by_its_name():
+    assert all(backend_of(name).platform == name for name in BACKENDS)
 
 
 # Where arguments stand

@@ -13,6 +13,8 @@ from jax.experimental.ode import odeint
 import jdelta
 from benchmarks.xla import storage as facts
 from jdelta._src.backends.chips import Rates
+from jdelta._src.backends.cpu import CPU
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.backends.target import published, resolve
 from jdelta._src.decision import Decision
 from jdelta._src.estimate.buffers import Compiler, storage
@@ -35,7 +37,7 @@ RATES = Rates(
     host_to_device=2e8,
 )
 TARGET = dataclasses.replace(resolve("cpu"), rates=RATES)
-PLAIN = Compiler("")
+PLAIN = Compiler(CPU)
 KIB = 1024
 X = jax.ShapeDtypeStruct((16, 16), jnp.float32)  # one KiB
 
@@ -51,7 +53,7 @@ def live_peak(fun, *args):
 def seconds(fun, *args):
     program = graph(fun, *args)
     roots = storage(program, PLAIN)
-    return [operation_seconds(program, op, roots, RATES, "") for op in program.operations]
+    return [operation_seconds(program, op, roots, RATES, "cpu") for op in program.operations]
 
 
 def test_calls_are_inlined_and_dead_code_left_out():
@@ -117,7 +119,7 @@ def test_loops_hold_their_stacked_results():
 
 def tpu_and_cuda_peak(fun, *args):
     program = graph(fun, *args)
-    return [timeline(program, Compiler(platform)).peak for platform in ("tpu", "cuda")]
+    return [timeline(program, Compiler(backend_of(platform))).peak for platform in ("tpu", "cuda")]
 
 
 def test_a_tpu_converts_weights_that_loops_only_multiply_by_and_a_gpu_copies_their_rows():
@@ -183,7 +185,7 @@ def test_which_element_wise_values_are_written(program, tpu, cuda):
 def test_a_gpu_writes_nothing_over_rows_that_it_reads_for_a_softmax(options, compiled):
     """MiB of temporaries as compiled: ``python -m benchmarks.xla.storage``."""
     fun, args = facts.attention(**options)
-    peak = timeline(graph(fun, *args), Compiler("cuda")).peak
+    peak = timeline(graph(fun, *args), Compiler(backend_of("cuda"))).peak
     assert peak / 2**20 == pytest.approx(compiled, rel=0.01)
 
 
@@ -193,7 +195,7 @@ def test_what_is_computed_again_is_so_just_before_it_is_read(platform):
     peaks = []
     for layers in (2, 4):
         fun, args = facts.recomputed(layers)
-        line = timeline(graph(fun, *args), Compiler(platform))
+        line = timeline(graph(fun, *args), Compiler(backend_of(platform)))
         made = set(line.graph.given)
         for op in line.graph.operations:
             assert made.issuperset(op.inputs)
@@ -207,7 +209,7 @@ def test_what_is_computed_again_is_so_just_before_it_is_read(platform):
 def test_a_gpu_copies_rows_that_its_products_read(cast, compiled):
     """MiB of temporaries as compiled: ``python -m benchmarks.xla.storage``."""
     fun, args = facts.weights(elementwise=cast, cast=cast)
-    peak = timeline(graph(fun, *args), Compiler("cuda")).peak
+    peak = timeline(graph(fun, *args), Compiler(backend_of("cuda"))).peak
     assert peak / 2**20 == pytest.approx(compiled, rel=0.01)
 
 
@@ -215,7 +217,7 @@ def test_a_gpu_copies_rows_that_its_products_read(cast, compiled):
 def test_a_gpu_copies_rows_that_its_products_make_into_their_stack(product, compiled):
     """MiB of temporaries as compiled: ``python -m benchmarks.xla.storage``."""
     fun, args = facts.rows(product)
-    peak = timeline(graph(fun, *args), Compiler("cuda")).peak
+    peak = timeline(graph(fun, *args), Compiler(backend_of("cuda"))).peak
     assert peak / 2**20 == pytest.approx(compiled, rel=0.01, abs=1)
 
 
@@ -223,7 +225,7 @@ def test_a_gpu_copies_rows_that_its_products_make_into_their_stack(product, comp
 def test_a_gpu_copies_operands_of_a_split_product_one_after_the_other(made, compiled):
     """MiB of temporaries as compiled, without partial sums: ``benchmarks.xla.storage``."""
     fun, args = facts.product(1024, 50257, made=made)
-    peak = timeline(graph(fun, *args), Compiler("cuda")).peak
+    peak = timeline(graph(fun, *args), Compiler(backend_of("cuda"))).peak
     assert peak / 2**20 == pytest.approx(compiled, rel=0.01)
 
 
@@ -231,7 +233,7 @@ def test_a_gpu_copies_operands_of_a_split_product_one_after_the_other(made, comp
 def test_what_is_converted_twice_is_in_memory_once_and_all_the_time(tied, compiled):
     """MiB of temporaries as compiled: ``python -m benchmarks.xla.storage``."""
     fun, args = facts.table(tied=tied)
-    peak = timeline(graph(fun, *args), Compiler("tpu")).peak
+    peak = timeline(graph(fun, *args), Compiler(backend_of("tpu"))).peak
     assert peak / 2**20 == pytest.approx(compiled, rel=0.01)
 
 
@@ -274,11 +276,11 @@ def test_what_a_tpu_loop_fetches_for_the_next_iteration_is_copied_and_stays_as_w
 
     near, away = (graph(loop(fetch), weights, x) for fetch in (False, True))
     (scan,) = (op for op in near.operations if op.primitive == "scan")
-    assert Compiler("tpu").relaid_bytes(scan) == 0
+    assert Compiler(backend_of("tpu")).relaid_bytes(scan) == 0
     (scan,) = (op for op in away.operations if op.primitive == "scan")
-    assert Compiler("tpu").relaid_bytes(scan) == size
-    assert Compiler("cuda").relaid_bytes(scan) == 0
-    assert stored_sizes(away, Compiler("tpu"))[scan.outputs[0]] == size
+    assert Compiler(backend_of("tpu")).relaid_bytes(scan) == size
+    assert Compiler(backend_of("cuda")).relaid_bytes(scan) == 0
+    assert stored_sizes(away, Compiler(backend_of("tpu")))[scan.outputs[0]] == size
 
 
 @pytest.mark.parametrize(("platform", "sums"), [("tpu", 3), ("cuda", 7)])
@@ -290,7 +292,7 @@ def test_sums_of_sums_are_written(platform, sums):
 def written(program, platform):
     fun, args = program
     step = graph(fun, *args)
-    roots = storage(step, Compiler(platform))
+    roots = storage(step, Compiler(backend_of(platform)))
     inside = (op for op in step.operations if not {*op.outputs} & {*step.outputs})
     return Counter(op.primitive for op in inside if any(v in roots[v] for v in op.outputs))
 
@@ -307,7 +309,7 @@ def written(program, platform):
 )
 def test_padding(shape, dtype, platform, expected):
     program = graph(lambda x: x, jax.ShapeDtypeStruct(shape, dtype))
-    assert Compiler(platform).bytes(program.values[0]) == expected
+    assert Compiler(backend_of(platform)).bytes(program.values[0]) == expected
 
 
 def test_padding_of_images():
@@ -326,7 +328,7 @@ def test_padding_of_images():
     step = graph(program, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
     made = {op.primitive: op.outputs[0] for op in step.operations}
     plain = {name: step.values[v].bytes for name, v in made.items()}
-    tpu, cuda = (stored_sizes(step, Compiler(platform)) for platform in ("tpu", "cuda"))
+    tpu, cuda = (stored_sizes(step, Compiler(backend_of(platform))) for platform in ("tpu", "cuda"))
     for name in ("conv_general_dilated", "max", "reduce_window_max"):
         assert tpu[made[name]] == 2 * plain[name] == 2 * cuda[made[name]]
     assert tpu[made["reshape"]] == plain["reshape"]
@@ -338,13 +340,13 @@ def test_cost_of_products_convolutions_and_the_rest():
     assert seconds(jnp.matmul, a, b) == [max(arithmetic, traffic)]
     slow = Rates(**{**vars(RATES), "matmul": (("float32", 1e12), ("float32 highest", 1e10))})
     exact = graph(lambda a, b: jnp.matmul(a, b, precision="highest"), a, b)
-    assert program_seconds(exact, slow, "") == pytest.approx(100 * arithmetic)
+    assert program_seconds(exact, slow, "cpu") == pytest.approx(100 * arithmetic)
     image = jax.ShapeDtypeStruct((1, 8, 32, 32), jnp.float32)
     kernel = jax.ShapeDtypeStruct((64, 8, 3, 3), jnp.float32)
     fast_memory = Rates(**{**vars(RATES), "bandwidth": 1e15})
     program = graph(lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), image, kernel)
     expected = 2 * 64 * 8 * (3 * 32 - 2) ** 2 / 1e12  # taps at the edges fall on padding
-    assert program_seconds(program, fast_memory, "") == pytest.approx(expected)
+    assert program_seconds(program, fast_memory, "cpu") == pytest.approx(expected)
     assert seconds(lambda x: jnp.reshape(x, (-1,)), X) == [0.0]
 
 
@@ -605,7 +607,7 @@ def test_constants_of_calls_in_a_loop_are_no_inputs_of_its_body():
         return found
 
     assert constants(graph)
-    assert timeline(graph, Compiler("tpu")).peak > 0
+    assert timeline(graph, Compiler(backend_of("tpu"))).peak > 0
 
 
 def test_what_is_made_of_an_array_that_a_call_holds_has_a_name_too():

@@ -13,6 +13,7 @@ import pytest
 
 import jdelta
 from jdelta._src import cache
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.backends.target import Target, resolve
 from jdelta._src.hlo.measure import _peak, measure, needed_bytes
 from tests.compilers import needs_cuda
@@ -131,7 +132,7 @@ def test_peak_is_what_the_compiler_allocates(platform, reported, allocated, peak
     stats = SimpleNamespace(peak_memory_in_bytes=reported)
     if allocated is not None:
         stats.total_allocation_bytes = allocated
-    assert _peak(stats, 160, platform) == peak
+    assert _peak(stats, 160, backend_of(platform).reading) == peak
 
 
 # Refusals
@@ -322,7 +323,8 @@ def test_another_process_finds_the_same_record():
     script = """
         import jax, jax.numpy as jnp
         from jdelta._src.hlo.measure import measure
-        from jdelta._src.backends.target import resolve
+        from jdelta._src.backends.platforms import backend_of
+from jdelta._src.backends.target import resolve
         target = resolve("tpu:v5e")
         shape = jax.ShapeDtypeStruct((128, 128), jnp.float32, sharding=target.sharding())
         def step(x):

@@ -1,6 +1,7 @@
 """Spilling by callbacks: as TPUs do it, run on the CPU, and compiled for a TPU."""
 
 import concurrent.futures
+import dataclasses
 import errno
 import os
 
@@ -13,11 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 import jdelta
 from jdelta import Decision, SpillError
+from jdelta._src.backends.backend import Spilling
+from jdelta._src.backends.cpu import CPU
+from jdelta._src.backends.platforms import BACKENDS
 from jdelta._src.backends.target import published
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.residual import residuals
-from jdelta._src.spill import SpillRates, by_callback, callbacks
+from jdelta._src.spill import SpillRates
 from tests.compilers import TARGETS
 from tests.spilling import Device, check, flow, network
 
@@ -39,8 +43,8 @@ def device():
 def spill(device, tmp_path, monkeypatch):
     """Directories are quick; where the CPU is asked for, it is one that has no handlers."""
     monkeypatch.setattr(jdelta._src.api.planning, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
-    monkeypatch.setattr(callbacks, "HANDLED", ())
-    monkeypatch.setattr(callbacks, "CALLED", ("cpu", "tpu"))
+    habits = Spilling(by_callback=True, tries_handlers=False)
+    monkeypatch.setitem(BACKENDS, "cpu", dataclasses.replace(CPU, spilling=habits))
     return jdelta.Spill(str(tmp_path), pool="1MiB", least="1KiB", adapter=device)
 
 
@@ -129,12 +133,6 @@ def test_the_device_waits_for_the_link(name, tmp_path):
     r = next(r for r in found if way.refusal(r) is None)
     link = 1 / rates.device_to_host + 1 / rates.host_to_device
     assert way.move(r).seconds == pytest.approx(r.bytes * r.repeats * link, rel=0.01)
-
-
-def test_platforms_without_either_are_refused():
-    with pytest.raises(SpillError, match="spilling on 'metal' is not supported"):
-        by_callback("metal")
-    assert [by_callback(platform) for platform in ("cpu", "cuda", "tpu")] == [False, False, True]
 
 
 def forgets_to_read(store, token, aval, **place):

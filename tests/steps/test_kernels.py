@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 import jdelta
 from jdelta import Decision
 from jdelta._src.backends.chips import Rates
+from jdelta._src.backends.cpu import CPU
 from jdelta._src.backends.target import resolve
 from jdelta._src.estimate.buffers import Compiler, storage
 from jdelta._src.estimate.seconds import operation_seconds
@@ -376,8 +377,8 @@ def work(fun, *args):
     )
     program = graph_of(jax.make_jaxpr(fun)(*args))
     (op,) = [op for op in program.operations if op.primitive != "transpose"]
-    roots = storage(program, Compiler(""))
-    return operation_seconds(program, op, roots, rates, "")
+    roots = storage(program, Compiler(CPU))
+    return operation_seconds(program, op, roots, rates, "cpu")
 
 
 def product_kernel(x_ref, y_ref, o_ref):

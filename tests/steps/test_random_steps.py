@@ -11,10 +11,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import jdelta
+from jdelta._src.backends.platforms import BACKENDS
 from jdelta._src.backends.target import resolve
 from jdelta._src.decision import Decision
 from jdelta._src.passes.emit import Step, emit
-from jdelta._src.passes.transfer_timing import TIMED, is_timed, timed
+from jdelta._src.passes.transfer_timing import is_timed, timed
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.items import items_of
@@ -89,7 +90,7 @@ def test_results_equal_the_plain_step(layers):
         placed = TARGET.abstract(args)
         emit(Step(step, placed, (), TARGET, found.aliases, automatic=found.automatic), policy)
         staged = jax.make_jaxpr(planned_step)(*args)
-        for platform in TIMED:
+        for platform in BACKENDS:
             if is_timed(staged, platform, offloads=bool(policy.offloaded)):
                 moved = jax.jit(timed(staged, TARGET.rates, platform))
                 check(moved(*jax.tree.leaves(args)), expected)

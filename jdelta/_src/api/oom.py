@@ -117,7 +117,7 @@ def explain_oom(
     call = call.abstract(where)
     step = Step(call.fun, call.args, call.donated(asked.donate), where, {})
     found = trace(call.fun, *call.args, platform=where.platform)
-    line = timeline(found.graph, Compiler(where.platform))
+    line = timeline(found.graph, Compiler(where.backend))
     needed = line.peak + fixed_bytes(found.graph, step)
     made, floor = None, None
     try:

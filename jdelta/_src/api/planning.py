@@ -38,7 +38,7 @@ from jdelta._src.search.history import History
 from jdelta._src.sizes import format_bytes, format_some, parse_budget, parse_host_budget
 from jdelta._src.solver import Knapsack, Milp, Solver
 from jdelta._src.solver.solution import Outcome
-from jdelta._src.spill import Spill, SpillRates, Store, agreed_rates, by_callback
+from jdelta._src.spill import Spill, SpillRates, Store, agreed_rates
 from jdelta._src.versions import versions
 
 MARGIN = 0.05
@@ -394,7 +394,7 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
     """The store that a step would spill to, and how fast it is."""
     if spill is None:
         return None, None
-    calls = by_callback(target.platform)
+    calls = target.backend.spilling.by_callback
     check_handlers(target)
     rates = agreed_rates(spill)
     return Store(spill, by_callback=calls), rates

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jdelta._src._jax.sharding import shardings_of
+from jdelta._src.backends.platforms import backend_of, platform_of
 from jdelta._src.backends.target import is_on_host, resolve
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.hlo.text import parse
@@ -140,7 +141,7 @@ def schedule(
     where = resolve(target, call.placed)
     call = call.abstract(where)
     graph, donated = _staged(call, call.donated(step.donate), where.platform)
-    compiler = Compiler(where.platform) if fused else None
+    compiler = Compiler(where.backend) if fused else None
     problem = problem_of(graph, compiler, places_taken(graph, donated))
     return _schedule(problem, sum(graph.values[v].bytes for v in graph.given))
 
@@ -171,11 +172,11 @@ def of_text(text: str, resident: int) -> Schedule:
 def _allocated(stats: Any, platform: str) -> int:
     """Bytes of temporaries and of results in no argument's place.
 
-    A TPU's temporaries count what stays on the chip, its peak does not.
+    Where temporaries count what stays on the chip, the peak does not.
     """
     own = stats.output_size_in_bytes - stats.alias_size_in_bytes
     total = stats.temp_size_in_bytes + own
-    if platform != "tpu":
+    if not backend_of(platform).reading.counts_on_chip:
         return total
     peak = getattr(stats, "total_allocation_bytes", 0) or stats.peak_memory_in_bytes
     return min(total, peak - stats.argument_size_in_bytes)
@@ -183,7 +184,7 @@ def _allocated(stats: Any, platform: str) -> int:
 
 def _platform(compiled: jax.stages.Compiled) -> str:
     placed = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return next((d.platform for s in placed for d in s.device_set), "")
+    return next(platform_of(device) for s in placed for device in s.device_set)
 
 
 def _schedule(problem: Problem, resident: int, given: int = 0) -> Schedule:

@@ -17,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jdelta._src import cache
 from jdelta._src.backends.chips import Rates
+from jdelta._src.backends.platforms import backend_of, platform_of
 from jdelta._src.versions import version
 
 Device: TypeAlias = Any
@@ -109,8 +110,12 @@ def _known(name: str) -> Rates | None:
     return _unflat(figures) if len(figures) == len(values) else None
 
 
+def _has_own_memory(device: Device) -> bool:
+    return backend_of(platform_of(device)).devices.have_own_memory
+
+
 def _timed(device: Device) -> Rates:
-    sizes = _CPU if device.platform == "cpu" else _ACCELERATOR
+    sizes = _ACCELERATOR if _has_own_memory(device) else _CPU
     bandwidth = _bandwidth(device, sizes)
     to_host, to_device = _link(device, sizes) or (bandwidth / 2, bandwidth / 2)
     return Rates(
@@ -198,7 +203,7 @@ def _bandwidth(device: Device, sizes: _Sizes) -> float:
 
 def _link(device: Device, sizes: _Sizes) -> tuple[float, float] | None:
     """Bytes/s to pinned host memory and back; ``None`` where the host's memory is the device's."""
-    if device.platform == "cpu":
+    if not _has_own_memory(device):
         return None
     here = SingleDeviceSharding(device)
     x = _array(device, sizes.array)

@@ -12,18 +12,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jdelta._src import _jax
+from jdelta._src.backends.backend import Backend
 from jdelta._src.backends.chips import CHIPS, Rates, chip_of
+from jdelta._src.backends.platforms import BACKENDS, backend_of, platform_of
 from jdelta._src.backends.rates import Device, measured_rates
 from jdelta._src.backends.topology import topology_devices
 from jdelta._src.errors import TargetError
 from jdelta._src.versions import version
 
 _HOST = "pinned_host"
-
-# XLA's pool of pinned host memory for GPUs holds 64 GiB unless this says otherwise.
-_CUDA_POOL_VARIABLE, _CUDA_POOL_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
-
-_SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Target:
 
     Attributes:
         name: What ``resolve`` takes: "tpu:v5e:2x2", or the platform alone for attached devices.
-        platform: "tpu", "cuda", "rocm" or "cpu".
+        platform: "tpu", "cuda" or "cpu".
         kind: JAX's name of the device kind.
         memory: Bytes per device that a program can use.
         host_memory: Bytes of pinned host memory for all devices of a process together; ``None``
@@ -51,6 +48,11 @@ class Target:
     offload_refusal: str | None
     ahead_of_time: bool
     _devices: tuple[Device, ...] = field(repr=False, compare=False)
+
+    @property
+    def backend(self) -> Backend:
+        """What is known of its compiler."""
+        return backend_of(self.platform)
 
     def devices(self) -> tuple[Device, ...]:
         """The devices to compile for; the first is that of a single-device program."""
@@ -156,7 +158,7 @@ def resolve(target: str | None = None, args: object = ()) -> Target:
     """
     if target is None:
         return _attached(_devices_of(args) or (jax.local_devices()[0],))
-    if target in (*CHIPS, "cpu"):
+    if target in BACKENDS:
         here = jax.process_index()
         return _attached(tuple(d for d in _all_devices(target) if d.process_index == here))
     platform, chip, topology = _parts(target)
@@ -202,7 +204,7 @@ def published(target: str) -> Target:
     Raises:
         TargetError: No such target, or no such device here.
     """
-    if target in (*CHIPS, "cpu"):
+    if target in BACKENDS:
         return resolve(target)
     return _ahead_of_time(*_parts(target), devices=())
 
@@ -275,7 +277,8 @@ def _all_devices(platform: str) -> list[Device]:
 def _attached(devices: tuple[Device, ...]) -> Target:
     """The target made of devices of this job."""
     device = devices[0]
-    platform = _platform(device)
+    platform = platform_of(device)
+    backend = backend_of(platform)
     if device not in _all_devices(platform):
         raise TargetError(
             f"the arguments live on a {device.device_kind} that is not attached to this machine; "
@@ -287,25 +290,18 @@ def _attached(devices: tuple[Device, ...]) -> Target:
         platform=platform,
         kind=device.device_kind,
         memory=_memory(device),
-        host_memory=None if platform == "cpu" else _pool(platform, _physical_memory()),
+        host_memory=backend.devices.pinned(_physical_memory()),
         rates=measured_rates(device, chip and chip.rates),
-        offload_refusal=_offload_refusal(platform),
+        offload_refusal=_offload_refusal(backend),
         ahead_of_time=False,
         _devices=devices,
     )
 
 
-def _platform(device: Device) -> str:
-    """JAX's name of the device's backend, where ``platform`` says "gpu" for several."""
-    if device.platform != "gpu":
-        return device.platform
-    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
-
-
 def _memory(device: Device) -> int:
     """Bytes the allocator hands out; on a CPU an equal share of the machine's memory."""
-    if device.platform == "cpu":
-        return _physical_memory() // jax.local_device_count("cpu")
+    if not backend_of(platform_of(device)).devices.have_own_memory:
+        return _physical_memory() // jax.local_device_count(device.platform)
     stats = jax.local_devices(backend=device.platform)[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         raise TargetError(
@@ -319,47 +315,25 @@ def _physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _pool(platform: str, physical: int | None) -> int | None:
-    """Bytes of host memory that a process can pin on a machine with ``physical`` bytes."""
-    if platform != "cuda":
-        return physical
-    pool = int(os.environ.get(_CUDA_POOL_VARIABLE, _CUDA_POOL_GIB)) * 2**30
-    return pool if physical is None else min(pool, physical)
-
-
-def _offload_refusal(platform: str) -> str | None:
-    jaxlib = version("jaxlib")
-    release = tuple(int(part) for part in re.findall(r"\d+", jaxlib)[:3])
-    if platform == "cpu":
-        return "XLA for CPUs has one memory and ignores memory kinds inside jit"
-    if platform != "tpu" and release < (0, 11, 1):
-        return (
-            f"jaxlib {jaxlib} reads offloaded scan residuals back in the wrong order on GPUs "
-            "(openxla/xla pull requests 46231 and 46308); upgrade to jaxlib 0.11.1 or newer"
-        )
-    return None
+def _offload_refusal(backend: Backend) -> str | None:
+    release = tuple(int(part) for part in re.findall(r"\d+", version("jaxlib"))[:3])
+    return backend.devices.offload_refusal(release)
 
 
 def _ahead_of_time(
     platform: str, chip_name: str, topology: str, devices: tuple[Device, ...]
 ) -> Target:
     """The target made of devices that only the compiler of ``platform`` knows."""
-    chip = CHIPS[platform][chip_name]
+    chip, backend = CHIPS[platform][chip_name], backend_of(platform)
     name = f"{platform}:{chip_name}:{topology}"
     return Target(
         name=name,
         platform=platform,
         kind=chip.kind,
-        memory=int(chip.memory * _share(platform)),
-        host_memory=_pool(platform, None),
+        memory=int(chip.memory * backend.devices.memory_share()),
+        host_memory=backend.devices.pinned(None),
         rates=chip.rates,
-        offload_refusal=_offload_refusal(platform),
+        offload_refusal=_offload_refusal(backend),
         ahead_of_time=True,
         _devices=devices,
     )
-
-
-def _share(platform: str) -> float:
-    """The part of device memory that JAX takes: three quarters of a GPU unless told otherwise."""
-    chosen = (os.environ.get(variable) for variable in _SHARE_VARIABLES)
-    return float(next(filter(None, chosen), 0.75)) if platform == "cuda" else 1.0

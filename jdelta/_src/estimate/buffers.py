@@ -3,7 +3,7 @@
 A model of XLA. Views and broadcasts take no memory. Element-wise results are written only where
 something that cannot be fused reads them (a loop, on GPUs a matrix product), or where several read
 them and they are heavy to compute (random bits) or more would have to be kept to compute them from.
-Where XLA's back ends differ, ``Compiler`` says how, as seen in their scheduled programs.
+Where XLA's back ends differ, ``Compiler`` goes by the habits of one of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from jdelta._src._jax import scan_counts
+from jdelta._src.backends.backend import Backend
 from jdelta._src.estimate.collectives import gathered_bytes
 from jdelta._src.program.graph import BARRIER, TRANSFER, Graph, Operation, Value
 from jdelta._src.program.primitives import (
@@ -26,39 +27,33 @@ from jdelta._src.program.primitives import (
     WINDOWS,
 )
 
-_TILE = {1: (32, 128), 2: (16, 128), 4: (8, 128), 8: (8, 128)}
-_ERROR = frozenset({"erf", "erfc", "erf_inv"})
-_THREEFRY = {"cuda": 80.0}
-_MOST_READ = 2
-_LONGEST_ROW = 16384
-_GEMM_ALIGNMENT, _GEMM_TILE, _GEMM_TILES_AT_ONCE = 16, 128, 128
+_MOST_READ = 2  # large values that a fused one may be made from; XLA fuses no more
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """Habits of the compiler for one platform.
+    """What the habits of a compiler come to for the operations and values of a program.
 
     Attributes:
-        platform: "tpu", "cuda" or "cpu".
+        backend: The habits.
     """
 
-    platform: str
+    backend: Backend
 
     def bytes(self, value: Value, minor: Collection[int] | None = None) -> int:
         """Bytes of a value, padding of its layout included.
 
-        A TPU stores its two minor dimensions in tiles of 8 × 128 words (16 × 128 for two-byte,
-        32 × 128 for one-byte types); the layout with the least padding is taken to be chosen.
+        Of all layouts in tiles the one with the least padding is taken to be chosen.
 
         Args:
             value: The value.
             minor: Dimensions that the two minor ones are among; by default all.
         """
-        shape = value.local
-        if self.platform != "tpu" or len(shape) < 2 or value.bytes == 0:
+        shape, tiles = value.local, self.backend.layout.tiles
+        if not tiles or len(shape) < 2 or value.bytes == 0:
             return value.bytes
         itemsize = value.bytes // math.prod(shape) or 1
-        rows, columns = _TILE.get(itemsize, (8, 128))
+        rows, columns = tiles.get(itemsize, tiles[max(tiles)])
         factors = [
             _waste(a, rows) * _waste(b, columns)
             for i, a in enumerate(shape)
@@ -70,31 +65,24 @@ class Compiler:
     def stored_bytes(
         self, value: Value, *, read_narrowly: bool, minor: Collection[int] | None = None
     ) -> int:
-        """Bytes of a value that the program computes.
-
-        TPU: a float32 value that is only read narrowly is stored as bfloat16.
-        """
+        """Bytes of a value that the program computes; half if it is narrowed, and only read so."""
         return self.bytes(value, minor) // (2 if read_narrowly and self._narrows(value) else 1)
 
     def converted_bytes(self, value: Value) -> int:
         """Bytes of a second copy of what loops only slice and read narrowly.
 
-        TPU: such a float32 value (stacked weights) is converted to bfloat16 before the loop, whole.
+        Where they are narrowed, stacked weights are converted to bfloat16 before the loop, whole.
         """
         return self.bytes(value) // 2 if self._narrows(value) else 0
 
     def _narrows(self, value: Value) -> bool:
-        return self.platform == "tpu" and value.dtype == "float32"
+        return self.backend.layout.narrows and value.dtype == "float32"
 
     def is_cheap(self, op: Operation) -> bool:
-        """Whether an operation is element-wise and cheap enough to be done in every reader.
-
-        TPU: so is a scatter of one value to each row (the derivative of ``take_along_axis``),
-        which becomes a comparison with the index.
-        """
+        """Whether an operation is element-wise and cheap enough to be done in every reader."""
         if op.primitive in CHEAP:
             return True
-        if self.platform != "tpu" or not op.primitive.startswith("scatter"):
+        if not self.backend.fusion.scatters_rows or not op.primitive.startswith("scatter"):
             return False
         return bool(getattr(op.params["dimension_numbers"], "operand_batching_dims", ()))
 
@@ -103,78 +91,42 @@ class Compiler:
         return self.is_cheap(op) or op.primitive in EXPENSIVE
 
     def is_heavy(self, op: Operation) -> bool:
-        """Whether a result is computed once, however many read it.
-
-        CUDA: error functions are, as they become dozens of instructions.
-        """
-        return op.primitive in RANDOM or (self.platform == "cuda" and op.primitive in _ERROR)
-
-    @property
-    def shares_what_is_heavy(self) -> bool:
-        """Whether what is made of heavy results is computed once, too: a dropout's mask."""
-        return self.platform == "cuda"
-
-    @property
-    def fuses_softmax(self) -> bool:
-        """Whether a product and the softmax of it are one: exponentials are written, not scores.
-
-        They are as narrow as the scores, unless these are masked in a wider type.
-        """
-        return self.platform == "tpu"
+        """Whether a result is computed once, however many read it."""
+        return op.primitive in RANDOM or op.primitive in self.backend.fusion.heavy
 
     def reduces_rows_as_it_reads(self, graph: Graph, op: Operation) -> bool:
-        """Whether rows are reduced by what reads them once more for what is made with the result.
-
-        CUDA: so is a softmax, or its derivative, if a row is not too long.
-        """
+        """Whether a sum over rows, and what reads the rows once more with it, are one kernel."""
         value = graph.values[op.inputs[0]]
         rows = len(value.shape) - 1 in op.params.get("axes", ())
-        return self.platform == "cuda" and rows and value.local[-1] <= _LONGEST_ROW
+        return rows and value.local[-1] <= self.backend.fusion.longest_row
 
     def fuses_inputs(self, op: Operation) -> bool:
-        """Whether an operation computes element-wise inputs itself.
-
-        TPU: matrix products do too. CUDA: gathers do.
-        """
+        """Whether an operation computes element-wise inputs itself."""
         if op.primitive in MATMULS:
-            return self.platform == "tpu"
+            return self.backend.fusion.products_compute_inputs
         if op.primitive == "gather":
-            return self.platform == "cuda"
+            return self.backend.fusion.gathers_compute_inputs
         return op.primitive in REDUCTIONS or op.primitive in FREE or self.is_elementwise(op)
 
-    @property
-    def merges_sums(self) -> bool:
-        """Whether several reductions of a value, and what makes it, are one kernel."""
-        return self.platform in ("cuda", "tpu")
-
     def runs_sums_along(self, op: Operation) -> bool:
-        """Whether reductions of what an operation makes run along with it.
-
-        TPU: with matrix products too.
-        """
+        """Whether reductions of what an operation makes run along with it."""
         if op.primitive in MATMULS:
-            return self.platform == "tpu"
+            return self.backend.fusion.products_run_sums
         return self.is_elementwise(op)
 
     def bits_work(self, *, rbg: bool) -> float:
         """Operations on integers that an element of random bits takes.
 
-        By `benchmarks.xla.random_bits`, threefry takes 126 to 148 instructions on a TPU by itself
-        (to spare it in a GPT-2 is worth 100, by `benchmarks.pins`), and 79 on a GPU, which rotates
-        in one. XLA's own generator takes about half as long on either.
+        XLA's own generator takes about half as long as threefry, by `benchmarks.xla.random_bits`.
 
         Args:
             rbg: Whether that generator makes them.
         """
-        return _THREEFRY.get(self.platform, 100.0) * (0.5 if rbg else 1.0)
+        return self.backend.fusion.threefry_operations * (0.5 if rbg else 1.0)
 
     def ragged_groups(self, graph: Graph, op: Operation) -> int:
-        """How often a ragged product multiplies all of its rows: 1 for any other operation.
-
-        TPU: once, in a kernel of its own. Elsewhere once for each group, with the rows of the
-        others set to zero.
-        """
-        if op.primitive != "ragged_dot_general" or self.platform == "tpu":
+        """How often a ragged product multiplies all of its rows: 1 for any other operation."""
+        if op.primitive != "ragged_dot_general" or not self.backend.fusion.masks_groups:
             return 1
         return graph.values[op.inputs[2]].local[-1]
 
@@ -191,36 +143,15 @@ class Compiler:
         copied = op.inputs[: 2 if summed else 1]
         return groups * sum(graph.values[v].bytes for v in copied)
 
-    @property
-    def writes_more_for_stacks(self) -> bool:
-        """Whether loops write for stacks what would be computed in its readers otherwise.
-
-        CPU: not looked into, so that to save is free there.
-        """
-        return self.platform in ("cuda", "tpu")
-
-    @property
-    def copies_into_stacks(self) -> bool:
-        """Whether stacks of loops cost more than writing their rows where these are computed.
-
-        CUDA: a stack is filled with zeros before its loop, and rows are copied to it that products
-        make or the iteration reads too.
-        """
-        return self.platform == "cuda"
-
     def copies_rows(self, op: Operation) -> bool:
-        """Whether an operation in a loop reads rows of stacks as copies, made ahead of it.
-
-        And makes them elsewhere, to be copied to their place. CUDA: matrix products do both.
-        """
-        return self.platform == "cuda" and op.primitive in MATMULS
+        """Whether an operation in a loop reads and makes rows of stacks as copies of them."""
+        return self.backend.loops.products_copy_rows and op.primitive in MATMULS
 
     def workspace(self, graph: Graph, op: Operation, *, frees: bool) -> int:
         """Bytes that an operation needs beside what it reads and writes.
 
-        Operands that are gathered from other devices, masked copies for a ragged product. CUDA: a
-        product with too few result tiles to fill the GPU is split along the contracted dimension;
-        if that is no multiple of 16, both operands are copied, padded, one after the other.
+        Operands that are gathered from other devices, masked copies for a ragged product, and
+        padded ones for a product that is split.
 
         Args:
             graph: What it stands in.
@@ -231,24 +162,19 @@ class Compiler:
         return gathered_bytes(graph, op) + own
 
     def relaid_bytes(self, op: Operation) -> int:
-        """Bytes that a loop takes beside what its body does.
-
-        TPU: what it fetches from the host for the next iteration comes as it was stored, and is
-        copied to the layout that it is read in.
-        """
-        if self.platform != "tpu" or op.primitive != "scan" or op.body is None:
+        """Bytes that a loop takes beside what its body does, for what it fetches from the host."""
+        if not self.backend.loops.relays_fetched or op.primitive != "scan" or op.body is None:
             return 0
         return sum(self.bytes(op.body.values[v]) for _, v in _fetched_ahead(op, op.body))
 
     def _padded(self, graph: Graph, op: Operation, frees: bool) -> int:
-        if self.platform != "cuda" or op.primitive != "dot_general" or len(op.inputs) < 2:
+        split = self.backend.fusion.split
+        if split is None or op.primitive != "dot_general" or len(op.inputs) < 2:
             return 0
         (contracting, _), _ = op.params["dimension_numbers"]
         shape = graph.values[op.inputs[0]].local
-        tiles = math.prod(graph.values[op.outputs[0]].local) / _GEMM_TILE**2
-        if tiles >= _GEMM_TILES_AT_ONCE or all(
-            shape[i] % _GEMM_ALIGNMENT == 0 for i in contracting
-        ):
+        tiles = math.prod(graph.values[op.outputs[0]].local) / split.tile**2
+        if tiles >= split.tiles or all(shape[i] % split.alignment == 0 for i in contracting):
             return 0
         copies = [graph.values[v].bytes for v in op.inputs]
         # The operand that dies is copied first, and is gone when the other is.
@@ -321,7 +247,7 @@ def storage(graph: Graph, compiler: Compiler) -> list[frozenset[int]]:
     of more are written: in a chain of residual layers every second one.
     """
     readers = _readers_through_views(graph)
-    softmaxes = _softmaxes(graph, compiler, readers) if compiler.fuses_softmax else {}
+    softmaxes = _softmaxes(graph, compiler, readers) if compiler.backend.fusion.softmax else {}
     first = _Storage(graph, compiler, readers, softmaxes, {}).roots()
     end = len(graph.operations)
     given = (root for v in (*graph.given, *graph.outputs) if v is not None for root in first[v])
@@ -374,7 +300,9 @@ class _Storage:
                 for v, handed_on in zip(op.outputs, op.inputs, strict=True):
                     roots[v] = roots[handed_on]
                 continue
-            of_heavy = compiler.shares_what_is_heavy and not heavy.isdisjoint(op.inputs)
+            of_heavy = compiler.backend.fusion.shares_what_is_heavy and not heavy.isdisjoint(
+                op.inputs
+            )
             is_heavy = compiler.is_heavy(op) or of_heavy
             for v in op.outputs:
                 if op.primitive in VIEWS:

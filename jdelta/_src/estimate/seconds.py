@@ -16,6 +16,7 @@ from jax.lax import Precision
 
 from jdelta._src._jax import scan_counts
 from jdelta._src.backends.chips import Rates, product_kind
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.estimate.arithmetic import is_free, programs, work
 from jdelta._src.estimate.buffers import Compiler, storage
 from jdelta._src.estimate.collectives import collective_seconds
@@ -51,7 +52,7 @@ def operation_seconds(
     if is_free(op):
         return 0.0
     moved = moved_bytes(graph, op, roots, there) / rates.bandwidth
-    compiler = Compiler(platform)
+    compiler = Compiler(backend_of(platform))
     arithmetic = _arithmetic(graph, op, rates, compiler)
     masked = compiler.masked_copies(graph, op) / rates.bandwidth
     return max(arithmetic, moved) + masked + collective_seconds(graph, op, rates)
@@ -59,7 +60,7 @@ def operation_seconds(
 
 def _loop_seconds(op: Operation, body: Graph, rates: Rates, platform: str) -> float:
     """Seconds of all iterations of a loop, or of a branch."""
-    compiler = Compiler(platform)
+    compiler = Compiler(backend_of(platform))
     roots = storage(body, compiler)
     stacked = stacked_bytes(op, body, roots, compiler) / rates.bandwidth
     return op.trips * (stacked + sum(_each(body, roots, rates, platform, _carried(op, body))))
@@ -151,7 +152,7 @@ def _inside(body: Graph, rates: Rates, compiler: Compiler) -> float:
 
 def each_seconds(graph: Graph, rates: Rates, platform: str) -> list[float]:
     """Seconds of each operation of a whole program, one after the other, nothing overlapped."""
-    return _each(graph, storage(graph, Compiler(platform)), rates, platform)
+    return _each(graph, storage(graph, Compiler(backend_of(platform))), rates, platform)
 
 
 def _each(
@@ -161,7 +162,7 @@ def _each(
     platform: str,
     own: Sequence[int] = (),
 ) -> list[float]:
-    spared = spared_reads(graph, roots, Compiler(platform), own)
+    spared = spared_reads(graph, roots, Compiler(backend_of(platform)), own)
     return [
         operation_seconds(graph, op, roots, rates, platform, spared.get(index, frozenset()))
         for index, op in enumerate(graph.operations)

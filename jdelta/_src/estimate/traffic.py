@@ -136,7 +136,7 @@ def _read_along(
         compiler: What compiles it.
     """
     found: dict[int, frozenset[int]] = {}
-    if not compiler.merges_sums:
+    if not compiler.backend.fusion.merges_sums:
         return found
     # All of these are sets of bits, one for each operation.
     kernels: dict[int, int] = {}  # of each buffer: what can be run along with
@@ -182,7 +182,7 @@ def stacked_bytes(
         roots: For each value of the body the buffers it is read from.
         compiler: What compiles it.
     """
-    if loop.primitive != "scan" or not compiler.copies_into_stacks:
+    if loop.primitive != "scan" or not compiler.backend.loops.copies_into_stacks:
         return 0
     consts, carry = scan_counts(loop.params)
     reading = [op for op in body.operations if op.primitive not in _PASSED_ON]
@@ -206,7 +206,7 @@ def stacked_passes(
         base: For each value the one that it is a view of.
         compiler: What compiles it.
     """
-    if not compiler.writes_more_for_stacks:
+    if not compiler.backend.loops.writes_for_stacks:
         return {}
     made = {v for op in forward for v in op.outputs}
     in_forward = {id(op) for op in forward}
@@ -214,7 +214,7 @@ def stacked_passes(
     outputs = [base[v] for v in graph.outputs if v is not None and base[v] in made]
     roots = storage(replace(graph, operations=program, outputs=outputs), compiler)
     passes = {v: int(v not in roots[v]) for v in made}
-    if not compiler.copies_into_stacks:
+    if not compiler.backend.loops.copies_into_stacks:
         return passes
     backward = (op for op in graph.operations if id(op) not in in_forward)
     reading = (op for op in forward if op.primitive not in _PASSED_ON)

@@ -10,6 +10,7 @@ from typing import Any, get_origin
 import jax
 
 from jdelta._src import cache
+from jdelta._src.backends.backend import Reading
 from jdelta._src.backends.target import Target
 from jdelta._src.hlo.fetch_order import forward_fetches
 from jdelta._src.hlo.host_buffers import buffers
@@ -233,7 +234,7 @@ def _measured(
         + stats.temp_size_in_bytes
     )
     return Measurement(
-        peak=_peak(stats, total, target.platform),
+        peak=_peak(stats, total, target.backend.reading),
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
@@ -251,31 +252,31 @@ def _read_off(
     compiled: jax.stages.Compiled, target: Target, computed: Computed, reported: int
 ) -> dict[str, Any]:
     """What only the text says: which names are undone, what is on the host or in files."""
-    cuda = target.platform == "cuda"
-    if not (reported or cuda or computed != NOTHING):
+    reading = target.backend.reading
+    if not (reported or reading.has_overlap or computed != NOTHING):
         return {"host": 0}
     text = compiled.as_text() or ""
     undone, spills = computed.undone(text), WRITE in text
-    if not (reported or cuda or spills):
+    if not (reported or reading.has_overlap or spills):
         return {"host": 0, "undone": undone}
     program = parse(text)
     said: dict[str, Any] = {"undone": undone, "files": file_calls(program) if spills else ()}
-    if reported or cuda:
+    if reported or reading.has_overlap:
         said["overlap"] = read_overlap(program, target.rates)
     if not reported:
         return {"host": 0, **said}
     there = buffers(program)
     return {
-        "host": min(reported, sum(there)) if target.platform == "tpu" else reported,
+        "host": min(reported, sum(there)) if reading.counts_on_chip else reported,
         "host_buffers": there,
-        "wrong_fetches": tuple(forward_fetches(program)) if cuda else (),
+        "wrong_fetches": tuple(forward_fetches(program)) if reading.may_misorder_fetches else (),
         **said,
     }
 
 
-def _peak(stats: Any, total: int, platform: str) -> int:
+def _peak(stats: Any, total: int, reading: Reading) -> int:
     """The figure nearest to what the compiler checks against the device's memory."""
     allocated: int = getattr(stats, "total_allocation_bytes", 0)
     if allocated:
         return allocated
-    return min(total, stats.peak_memory_in_bytes) if platform == "tpu" else total
+    return min(total, stats.peak_memory_in_bytes) if reading.counts_on_chip else total

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jdelta._src import _jax
 from jdelta._src._jax import Jaxpr
 from jdelta._src._jax.sharding import Shardings, shardings_of
+from jdelta._src.backends.backend import Options
 from jdelta._src.backends.target import Target, is_on_host
 from jdelta._src.errors import OffloadError, PlanMismatchError
 from jdelta._src.estimate.buffers import Compiler
@@ -112,7 +113,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         PlanMismatchError: The step does not contain all the names that the policy decides about.
         OffloadError: JAX cannot differentiate the step with what the policy puts on the host.
     """
-    platform = step.target.platform
+    platform, backend = step.target.platform, step.target.backend
     # The user's own program JAX traces once, however often it is asked for.
     traced = _traced(step.jitted(_under(step, policy) if policy else step.fun), step, policy)
     names = frozenset(map(str, filter(None, map(_jax.named_value, _jax.equations(traced.jaxpr)))))
@@ -125,7 +126,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
             run, emitted = _spilled(step, traced, policy)
             traced = _again(step, traced, run)
         flat = _jax.inline(traced.jaxpr)
-        plain = with_plain_inputs(flat) if platform == "cpu" else flat
+        plain = with_plain_inputs(flat) if backend.passes.plain_region_inputs else flat
         changed = with_narrow_as_they_are(with_forward_first(plain))
         if changed is not flat:
             traced = _again(step, traced, functools.partial(_jax.evaluate, changed))
@@ -141,9 +142,9 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     def lower() -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=(platform,))
 
-    temporaries = timeline(graph, Compiler(platform))
+    temporaries = timeline(graph, Compiler(backend))
     pool = min(emitted.bytes, step.store.spill.pool_bytes) if step.store else 0
-    pool = pool if platform == "cpu" else 0
+    pool = 0 if backend.devices.have_own_memory else pool
     simulated = temporaries.peak + fixed_bytes(graph, step) + pool
     options = _options(step.target, policy, simulated)
     return Emission(policy, temporaries, lower, options, simulated, emitted, pool, computed, names)
@@ -252,35 +253,12 @@ def _again(
     return step.jitted(planned).trace(*step.args)
 
 
-def _options(target: Target, policy: Policy | None, needed: int) -> dict[str, str | bool]:
-    """Options of XLA that make it do what the policy says, for this one program.
-
-    CUDA: XLA runs transfers beside compute by itself on an H100 but not on an A100, where each
-    would end where it starts (``benchmarks/offload.py``: nothing hidden, else 64 to 100 %). What it
-    captures in a CUDA graph runs one after the other, whatever the schedule says (openxla/xla pull
-    requests 48900 and 49158), so nothing is captured (``benchmarks/turns.py``, in a loop on an
-    H200: with graphs 5 % of the transfers hidden, without 67 %).
-
-    TPU, outside of loops: to hide transfers its scheduler takes what memory it sees, so it is told
-    of as much as the simulation says is ``needed`` (a wish that it may exceed), or of none where
-    the least memory is wanted. XLA's own rematerialisation takes the same figure for a limit and
-    would recompute all it can (24 % more compute on an MLP, its peak the same), so it is off.
-    """
+def _options(target: Target, policy: Policy | None, needed: int) -> Options:
+    """Options of XLA that make it do what the policy says, for this one program."""
     if policy is None or not policy.offloaded:
         return {}
-    if target.platform == "cuda":
-        return {
-            "xla_gpu_enable_latency_hiding_scheduler": True,
-            "xla_gpu_enable_command_buffer": "",
-        }
-    if target.platform != "tpu" or not policy.offloads_outside_loops:
-        return {}
-    room = 0 if policy.least else needed
-    return {
-        "xla_tpu_user_reserved_hbm_bytes": str(max(0, target.memory - room)),
-        "xla_tpu_scheduler_percent_shared_memory_limit": "100",
-        "xla_tpu_rematerialization_min_size_in_bytes": str(1 << 62),
-    }
+    outside_loops, least = policy.offloads_outside_loops, policy.least
+    return target.backend.offload_options(target.memory, needed, outside_loops, least)
 
 
 def _computed(graph: Graph, policy: Policy, names: frozenset[str]) -> Computed:

@@ -58,7 +58,7 @@ def check_handlers(target: Target) -> None:
     Raises:
         SpillError: It does not.
     """
-    if target.platform == "cuda" and not target.ahead_of_time:
+    if target.backend.spilling.tries_handlers and not target.ahead_of_time:
         for device in target.devices():
             try_out(device)
 

@@ -41,6 +41,7 @@ from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
 from jdelta._src._jax.sharding import UNSHARDED, Shardings
 from jdelta._src._jax.transfers import is_host
 from jdelta._src.backends.chips import Rates
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.passes.host_slots import IN_TURN, Stacks
 from jdelta._src.passes.transfers_in_loops import (
     Clock,
@@ -56,24 +57,8 @@ from jdelta._src.passes.weight_gradients_in_loops import with_gradients_in_place
 from jdelta._src.program.primitives import MATMULS
 from jdelta._src.program.scan import Scan
 
-TIMED = frozenset({"cuda", "tpu"})
-"""Platforms whose compiler leaves transfers exposed unless they are timed."""
-
-TIED = frozenset({"cuda"})
-"""Platforms where copies are tied to other values and every forward loop writes late: a TPU undoes
-offload behind barriers, and runs copies to the host beside compute by itself. Gradients of weights
-are tied there even if nothing is offloaded: XLA:GPU put off those of all layers of some plans of an
-unrolled GPT-2, and those of the head over the whole backward loop: 10 % of their temporaries."""
-
 IN_FLIGHT = 2
 """Copies to the host that XLA has under way at a time."""
-
-SLACK = {"cuda": 1.5, "tpu": 2.5}
-"""Times its own seconds that a copy to the host is given: roofline seconds are not that exact.
-
-Forward passes of GPT-2, BERT and Llama as TPUs compile them take half to a third of what they are
-priced at, so there it adds up from copy to copy.
-"""
 
 SLOT_SECONDS = 0.45e-3
 """Seconds on the link of a copy that is short enough to hide behind an instruction of its own."""
@@ -93,7 +78,8 @@ def is_timed(closed: Jaxpr, platform: str, *, offloads: bool) -> bool:
         platform: Platform of the target.
         offloads: Whether the policy puts anything on the host.
     """
-    return platform in TIMED if offloads else platform in TIED and has_regions(closed)
+    habits = backend_of(platform).transfers
+    return habits.are_timed if offloads else habits.are_tied and has_regions(closed)
 
 
 def timed(
@@ -119,7 +105,7 @@ def timed(
     """
     program = transfers.copied_once(_jax.inline(closed))
     known = shardings(program)
-    if platform in TIED:
+    if backend_of(platform).transfers.are_tied:
         in_place = with_gradients_in_place(program, platform, known)
         if in_place is not program:  # only a changed program is worth the partitioner's time again
             program, known = in_place, shardings(in_place)
@@ -198,7 +184,7 @@ class _Timing:
     @property
     def tied(self) -> bool:
         """Whether barriers time the copies of this platform."""
-        return self.clock.platform in TIED
+        return backend_of(self.clock.platform).transfers.are_tied
 
     def _fetches(self) -> tuple[dict[int, list[Var]], dict[int, list[Var]]]:
         """Issue each fetch as many units ahead as it takes to hide it, once its value is made."""
@@ -294,7 +280,7 @@ class _Timing:
         unit = clock[-1] / len(self.units)
         self.is_bound = sum(out) >= clock[-1]
         longest = unit * (1 if self.is_bound else MOST_AHEAD)
-        stops, slack = self._stops(), SLACK[self.clock.platform]
+        stops, slack = self._stops(), backend_of(self.clock.platform).transfers.slack
         ends = [-1] * IN_FLIGHT
         read = {
             v: i
@@ -346,7 +332,9 @@ class _Timing:
         """Whether a forward loop copies to the host what it made an iteration before."""
         if self.least:
             return False
-        return self.tied or hides_next(loop, self.clock, SLACK[self.clock.platform])
+        return self.tied or hides_next(
+            loop, self.clock, backend_of(self.clock.platform).transfers.slack
+        )
 
     def _stops(self) -> dict[int, Var]:
         """Values of the forward pass that are in memory anyway, and that its end depends on."""

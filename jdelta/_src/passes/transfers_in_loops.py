@@ -24,6 +24,7 @@ from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
 from jdelta._src._jax.sharding import UNSHARDED, Shardings, parts_of
 from jdelta._src.backends.chips import Rates
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.primitives import LOOPS, MATMULS
@@ -253,7 +254,8 @@ def _stops(body: Jaxpr, loop: Scan, sizes: Sequence[int], clock: Clock) -> dict[
     path = operands_on_path(body, loop.n_consts, loop.n_carry)
     done = list(itertools.accumulate(clock.each(body)))
     fitting = {i: v for i, eqn in enumerate(eqns) for v in reversed(eqn.outvars) if v in path}
-    shared = done[max(fitting)] if clock.platform == "cuda" and fitting else done[-1]
+    counts = backend_of(clock.platform).transfers.counts_instructions
+    shared = done[max(fitting)] if counts and fitting else done[-1]
     ends = [shared * (part / sum(sizes)) for part in itertools.accumulate(sizes)]
     goals = [end for end in ends if end < done[-1]]
     stops: dict[int, Var] = {}

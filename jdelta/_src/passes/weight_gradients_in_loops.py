@@ -17,6 +17,7 @@ import numpy as np
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
 from jdelta._src._jax.sharding import Shardings
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.estimate.buffers import Compiler, storage
 from jdelta._src.estimate.memory import iteration, stored_sizes
 from jdelta._src.passes.weight_gradients import is_backward_loop
@@ -32,7 +33,7 @@ def with_gradients_in_place(program: Jaxpr, platform: str, shardings: Shardings)
     """A flat program with such gradients tied in the bodies of its backward loops, if any."""
     inner = _jax.open_jaxpr(program)
     eqns = [
-        _with_ties(eqn, Compiler(platform), shardings) if is_backward_loop(eqn) else eqn
+        _with_ties(eqn, Compiler(backend_of(platform)), shardings) if is_backward_loop(eqn) else eqn
         for eqn in inner.eqns
     ]
     if all(made is eqn for made, eqn in zip(eqns, inner.eqns, strict=True)):

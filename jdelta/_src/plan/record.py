@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.decision import Decision
 from jdelta._src.hlo.overlap import Overlap
 from jdelta._src.plan.user_step import Arguments
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
 from jdelta._src.residuals.residual import Residual
-from jdelta._src.spill import Spill, SpillRates, Store, by_callback
+from jdelta._src.spill import Spill, SpillRates, Store
 
 
 @dataclass(frozen=True)
@@ -75,5 +76,5 @@ class PlanRecord:
         """What the step spills to when it runs; None if nothing can be spilled."""
         if self.policy is None or self.spill is None:
             return None
-        calls = by_callback(self.target.partition(":")[0])
+        calls = backend_of(self.target.partition(":")[0]).spilling.by_callback
         return self._store or Store(self.spill, by_callback=calls)

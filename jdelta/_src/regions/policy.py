@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jdelta._src import _jax
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
 from jdelta._src.program.names import RegionName
@@ -82,7 +83,8 @@ class Policy:
             spilled=names[Decision.SPILL],
             together=together,
         )
-        return replace(policy, writes_bits=platform == "tpu" and not policy.is_by_hand)
+        written = backend_of(platform).passes.written_bits
+        return replace(policy, writes_bits=written and not policy.is_by_hand)
 
     def __call__(self, prim: Any, /, *avals: Any, **params: Any) -> Any:
         """What to do with the results of an equation: the protocol of ``jax.checkpoint``.

@@ -90,7 +90,7 @@ def picture(plan: PlanRecord, call: Call) -> Picture:
         PlanMismatchError: The plan was made for another program.
     """
     step, trace = step_of(plan, call, plan.donate_argnums)
-    compiler = Compiler(step.target.platform)
+    compiler = Compiler(step.target.backend)
     plain, planned = timeline(trace.graph, compiler), emit(step, plan.policy).timeline
     lanes: tuple[Span, ...] = ()
     if plan.overlap.transfers:
@@ -132,7 +132,7 @@ def _stretches(
     line: Timeline, target: Target, base: int, rename: Callable[[Any], str]
 ) -> Iterator[tuple[float, int, str, _Alive]]:
     """Length, bytes, operation and largest buffers of each part of a program's run."""
-    graph, compiler = line.graph, Compiler(target.platform)
+    graph, compiler = line.graph, Compiler(target.backend)
     each = each_seconds(graph, target.rates, target.platform)
     for index, alive in enumerate(_alive(line, rename)):
         op, seconds = graph.operations[index], each[index]

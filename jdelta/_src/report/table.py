@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.decision import Decision
 from jdelta._src.plan.record import PlanRecord
 from jdelta._src.regions.region import Grouping
@@ -256,7 +257,7 @@ def _bound(plan: PlanRecord, label: str, field: str) -> str:
 
 
 def _code(plan: PlanRecord) -> str:
-    if not plan.target.startswith("tpu"):
+    if not backend_of(plan.target.partition(":")[0]).reading.code_in_memory:
         return ""
     return f"{format_bytes(plan.code_bytes)}, in device memory beside the peak"
 

@@ -74,8 +74,8 @@ def to_files(spill: Spill, rates: SpillRates, residuals: Sequence[Residual], tar
         residuals: The residuals of the step, in the order of the forward pass.
         target: Where the step runs.
     """
-    link, is_host = target.rates, target.platform == "cpu"
-    waiting = 0.0 if is_host else 1 / link.device_to_host + 1 / link.host_to_device
+    link, crosses = target.rates, target.backend.devices.have_own_memory
+    waiting = 1 / link.device_to_host + 1 / link.host_to_device if crosses else 0.0
     last = residuals[-1].region if residuals and residuals[-1].loops == 0 else None
 
     def refusal(r: Residual) -> str | None:

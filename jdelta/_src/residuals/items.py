@@ -308,7 +308,7 @@ class _Maker:
 
     def _item(self, r: Residual, sources: tuple[int, ...], *, held: bool) -> Item:
         """One residual as an item; ``held`` leaves recomputing it as the only way."""
-        compiler = Compiler(self.target.platform)
+        compiler = Compiler(self.target.backend)
         value = Value(r.shape, r.dtype, r.bytes // max(1, r.count), r.spec)
         stored = compiler.stored_bytes(value, read_narrowly=r.read_narrowly)
         size = (stored if r.loops else compiler.bytes(value)) * r.count

@@ -129,7 +129,7 @@ class _Analysis:
     def __init__(self, region: Region, target: Target):
         self.region = region
         self.target = target
-        self.compiler = Compiler(target.platform)
+        self.compiler = Compiler(target.backend)
         self.graph: Graph = region.graph
         self.prefix = region.traced + "/"
         self.batch = max(region.copies.values(), default=1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 
 from jdelta._src import _jax
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.estimate.memory import Timeline
@@ -228,7 +229,7 @@ def _merged(floor: Candidate, residuals: Sequence[Residual], platform: str) -> s
         return ""
     names = format_some([r.name for r in kept], 3)
     said = f" The compiler keeps {format_bytes(sum(r.bytes for r in kept))} all the same ({names})"
-    if platform != "cpu":
+    if not backend_of(platform).tolerances.undoes_recompute:
         return (
             f"{said}: it takes their recompute for what it repeats, and undoes it. Run the layers "
             "under jax.lax.scan, where the two are apart."

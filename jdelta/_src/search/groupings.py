@@ -24,7 +24,7 @@ from jdelta._src.residuals.residual import Residual
 from jdelta._src.residuals.unpinnable import why_unpinnable
 from jdelta._src.search.candidate import Candidate, Found
 from jdelta._src.search.history import History
-from jdelta._src.search.search import EARLY, GROUPS, MOST_COMPILES, Search
+from jdelta._src.search.search import EARLY, MOST_COMPILES, Search
 from jdelta._src.sizes import Budget
 from jdelta._src.solver import Solver
 
@@ -74,7 +74,7 @@ class Planning:
         if self.pin:
             return search, self._pinned(search, bound)
         has_layers = bool(search.trace.trips) and self.per_layer
-        may_be_apart = has_layers and search.step.target.platform in GROUPS
+        may_be_apart = has_layers and bool(search.step.target.backend.loops.layers)
         try:
             found = search.run(bound, EARLY if may_be_apart else MOST_COMPILES)
         except BudgetError as error:

@@ -14,7 +14,6 @@ from jdelta._src.errors import BudgetError, OffloadError, SpillError
 from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.passes.emit import Emission, Step, emit
 from jdelta._src.passes.spill_record import check_spilled
-from jdelta._src.passes.transfer_timing import TIED
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
@@ -40,10 +39,6 @@ MOST_COMPILES = 4
 EARLY = 3
 """Compiles after which more layers in an iteration are thought of, if the budget is not used."""
 
-MORE_COMPILES = 2
-"""Compiles beyond that for steps that may spill on CPUs, where compiling is quick, and the
-simulation further off."""
-
 MOST_TRACES = 5
 """Candidates traced and simulated for one compile."""
 
@@ -64,21 +59,11 @@ where that is only to say the floor."""
 SURELY_BELOW = 0.9
 """Part of the budget that the simulated floor must stay below to go without compiling it."""
 
-LOST = {"cpu": 0.3}
-"""By platform, part of the budget by which a plan exceeds it that says the simulation is of no use,
-else a tenth: what is compiled next is the floor. On CPUs plans take 18 to 28 % more than simulated,
-but evenly: the next one, predicted with that, fits (GPT-2 at 40, 50 and 70 % of its plain peak)."""
-
 CLOSE = 0.02
 """Part of the budget that a candidate may leave, by its prediction."""
 
 NEXT_TO_NOTHING = 0.02
 """Part of the budget that may be kept where as much as possible is to leave."""
-
-GROUPS = {"cuda": (2, 3, 4), "tpu": (2, 3, 4)}
-"""By platform, layers that an iteration of a loop may run; more would make larger programs for less
-and less. XLA:CPU keeps what the layers of an iteration make till its end: 28 % over the prediction
-with four."""
 
 ROW_PASSES = 6
 """Times that what layers have rows of passes through memory more if an iteration runs several: 5.4
@@ -170,7 +155,7 @@ class Search:
             return problem.overhead(self.solver.solve(problem).decisions)
 
         seconds: dict[Grouping, float] = {}
-        for layers in GROUPS[self.step.target.platform]:
+        for layers in self.step.target.backend.loops.layers:
             apart = {name for name, count in trips.items() if count % layers == 0 < count - layers}
             seconds[Grouping(layers)] = added(self.items.in_parts(layers, apart)) + self._splitting
         worth = WORTH * sum(item.seconds for item in self.items.problem.items)
@@ -460,7 +445,7 @@ class Search:
         assert decisions is not None
         by_hand = self._policy_of(self.items.decisions_by_hand(decisions), least=True)
         differs = policy.may_differ_from_by_hand or policy.kept != by_hand.kept
-        if not differs and self.step.target.platform not in TIED:
+        if not differs and not self.step.target.backend.transfers.are_tied:
             return floor
         candidate = self._priced(decisions, Outcome.HEURISTIC, by_hand)
         if candidate.predicted > most:
@@ -494,10 +479,11 @@ class Search:
             floor = best = self._compiled_floor(bound)
             if self._compiles.count > count:  # so that one more plan is tried
                 most = max(most, self._compiles.count + 1)
-        most += MORE_COMPILES if self.step.store and self.step.target.platform == "cpu" else 0
+        tolerances = self.step.target.backend.tolerances
+        most += tolerances.compiles_for_spill if self.step.store else 0
         known = self._remembered(bound, floor)
         most -= known is not None and not self._was_compiled(known)
-        lost = LOST.get(self.step.target.platform, 0.1) * bound
+        lost = tolerances.lost * bound
         excess, exceeded, files_tried = 0, 0, False
         for _ in range(most):  # a program compiled before does not count
             if self._compiles.count >= most:
@@ -684,8 +670,9 @@ class Search:
         decisions, measurement = candidate.decisions, candidate.measurement
         assert decisions is not None
         assert measurement is not None
-        alike, is_gpu = self._alike, self.step.target.platform == "cuda"
-        if alike and alike.measurement and is_gpu and not measurement.refused:
+        alike, tolerances = self._alike, self.step.target.backend.tolerances
+        by_overlap = tolerances.judges_by_overlap and not measurement.refused
+        if alike and alike.measurement and by_overlap:
             return alike.overhead + measurement.overlap.seconds - alike.measurement.overlap.seconds
         if measurement.host:
             rest = self.items.overhead_but_for_host(decisions)

@@ -1,7 +1,6 @@
 """The SSD tier at run time: tensors leave memory in the forward pass and return in the backward."""
 
 from jdelta._src.spill.adapter import Adapter as Adapter
-from jdelta._src.spill.callbacks import by_callback as by_callback
 from jdelta._src.spill.errors import named_errors as named_errors
 from jdelta._src.spill.ops import read as read
 from jdelta._src.spill.ops import write as write

@@ -26,24 +26,6 @@ if TYPE_CHECKING:
 SPOILED = 0xFF
 """Byte of what could not be read, as in registry.h."""
 
-HANDLED, CALLED = ("cpu", "cuda"), ("tpu",)
-"""Platforms with handlers, and those that call their host instead."""
-
-
-def by_callback(platform: str) -> bool:
-    """Whether programs of a platform reach a store by callbacks.
-
-    Raises:
-        SpillError: They do not reach it at all.
-    """
-    if platform not in (*HANDLED, *CALLED):
-        raise SpillError(
-            f"spilling on {platform!r} is not supported: jdelta has handlers for CPUs and NVIDIA's "
-            "GPUs, and callbacks for TPUs; offload to host memory there (host_budget=), or plan "
-            "without spill="
-        )
-    return platform in CALLED
-
 
 def write(store: Store, slot: int, x: jax.Array, row: jax.Array, others: bool) -> jax.Array:
     """As a handler does: gives the token for ``x``."""

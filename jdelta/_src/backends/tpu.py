@@ -1,0 +1,127 @@
+"""XLA for TPUs: what libtpu 0.0.50.1 (jax 0.12) makes of programs, and where that was seen."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import MappingProxyType
+from typing import Any
+
+from jax.experimental import topologies
+
+from jdelta._src.backends.backend import (
+    Backend,
+    Devices,
+    Fusion,
+    Layout,
+    Loops,
+    Options,
+    Passes,
+    Reading,
+    Spilling,
+    Tolerances,
+    Transfers,
+)
+from jdelta._src.backends.kernel_devices import present
+from jdelta._src.errors import TargetError
+
+_NOT_HERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+"""What libtpu looks for on a TPU machine. Elsewhere it asks the network and complains on stderr."""
+
+
+def _topology(chip: str, topology: str) -> topologies.TopologyDescription:
+    if importlib.util.find_spec("libtpu") is None:
+        raise TargetError("TPU targets need libtpu: pip install 'jdelta[tpu]'")
+    if not present("/dev/accel*", "/dev/vfio/[0-9]*"):
+        for variable, value in _NOT_HERE.items():
+            os.environ.setdefault(variable, value)
+    return topologies.get_topology_desc(platform="tpu", topology_name=f"{chip}:{topology}")
+
+
+def _offload_options(memory: int, needed: int, outside_loops: bool, least: bool) -> Options:
+    """For transfers outside of loops.
+
+    To hide transfers the scheduler takes what memory it sees, so it is told of as much as the
+    simulation says is needed (a wish that it may exceed), or of none where the least memory is
+    wanted. XLA's own rematerialisation takes the same figure for a limit and would recompute all it
+    can (24 % more compute on an MLP, its peak the same), so it is off.
+    """
+    if not outside_loops:
+        return {}
+    return {
+        "xla_tpu_user_reserved_hbm_bytes": str(max(0, memory - (0 if least else needed))),
+        "xla_tpu_scheduler_percent_shared_memory_limit": "100",
+        "xla_tpu_rematerialization_min_size_in_bytes": str(1 << 62),
+    }
+
+
+def _nothing_known(jaxlib: tuple[int, ...]) -> Any:
+    del jaxlib
+
+
+TPU = Backend(
+    platform="tpu",
+    layout=Layout(
+        # Words: 8 rows; half-words and bytes are packed, so 16 and 32 (benchmarks/xla/storage.py).
+        tiles=MappingProxyType({1: (32, 128), 2: (16, 128), 4: (8, 128), 8: (8, 128)}),
+        # Matrix products take bfloat16 at default precision (benchmarks/xla/storage.py).
+        narrows=True,
+    ),
+    fusion=Fusion(  # benchmarks/xla/storage.py and kernels.py, but where another is named
+        products_compute_inputs=True,
+        gathers_compute_inputs=False,
+        products_run_sums=True,
+        merges_sums=True,
+        softmax=True,
+        longest_row=0,
+        heavy=frozenset(),
+        shares_what_is_heavy=False,
+        scatters_rows=True,
+        masks_groups=False,
+        # By benchmarks/xla/random_bits.py threefry takes 126 to 148 instructions by itself; to
+        # spare it in a GPT-2 is worth 100, by benchmarks/pins.py.
+        threefry_operations=100.0,
+        split=None,
+    ),
+    loops=Loops(
+        # A step of scanned layers took 2.14 million cycles with everything kept, 1.23 with
+        # everything recomputed (ahead of time, v5e).
+        writes_for_stacks=True,
+        copies_into_stacks=False,
+        products_copy_rows=False,
+        relays_fetched=True,
+        layers=(2, 3, 4),  # more would make larger programs for less and less
+    ),
+    transfers=Transfers(
+        are_timed=True,
+        # It undoes offload behind barriers, and runs copies to the host beside compute by itself.
+        are_tied=False,
+        # Forward passes of GPT-2, BERT and Llama as TPUs compile them take half to a third of what
+        # they are priced at, and that adds up from copy to copy.
+        slack=2.5,
+        counts_instructions=False,
+    ),
+    # A mask is fused into the product beside it, and every constant that its bits are made with is
+    # written as large as the mask: benchmarks/xla/dropout.py.
+    passes=Passes(plain_region_inputs=False, written_bits=True),
+    offload_options=_offload_options,
+    reading=Reading(
+        counts_on_chip=True, has_overlap=False, may_misorder_fetches=False, code_in_memory=True
+    ),
+    tolerances=Tolerances(
+        lost=0.1, compiles_for_spill=0, judges_by_overlap=False, undoes_recompute=False
+    ),
+    spilling=Spilling(by_callback=True, tries_handlers=False),
+    devices=Devices(
+        have_own_memory=True,
+        memory_share=lambda: 1.0,
+        pinned=lambda physical: physical,
+        offload_refusal=_nothing_known,
+        topology=_topology,
+    ),
+)
