@@ -26,7 +26,7 @@ from jdelta._src.backends.backend import (
     Transfers,
 )
 from jdelta._src.backends.chips import CHIPS
-from jdelta._src.backends.kernel_devices import present
+from jdelta._src.backends.device_files import present
 from jdelta._src.errors import TargetError
 
 _NOT_HERE = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}

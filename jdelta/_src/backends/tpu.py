@@ -22,7 +22,7 @@ from jdelta._src.backends.backend import (
     Tolerances,
     Transfers,
 )
-from jdelta._src.backends.kernel_devices import present
+from jdelta._src.backends.device_files import present
 from jdelta._src.errors import TargetError
 
 _NOT_HERE = {
