@@ -20,13 +20,25 @@ from jdelta._src.backends.backend import (
 
 
 def _no_options(memory: int, needed: int, outside_loops: bool, least: bool) -> Options:
+    """None: nothing is offloaded."""
     del memory, needed, outside_loops, least
     return {}
 
 
 def _one_memory(jaxlib: tuple[int, ...]) -> str:
+    """XLA for CPUs has one memory."""
     del jaxlib
     return "XLA for CPUs has one memory and ignores memory kinds inside jit"
+
+
+def _equal_parts() -> float:
+    """All of it, in equal parts for the devices that the CPU is said to be."""
+    return 1.0
+
+
+def _nothing(physical: int | None) -> None:
+    """Nothing is pinned."""
+    del physical
 
 
 CPU = Backend(
@@ -56,8 +68,11 @@ CPU = Backend(
         layers=(),
     ),
     transfers=Transfers(are_timed=False, are_tied=False, slack=1.0, counts_instructions=False),
-    # It would compute what enters a unit again in each of its readers, rounding and all.
-    passes=Passes(plain_region_inputs=True, written_bits=False),
+    passes=Passes(
+        # It would compute what enters a unit again in each of its readers, rounding and all.
+        plain_region_inputs=True,
+        written_bits=False,
+    ),
     offload_options=_no_options,
     reading=Reading(
         counts_on_chip=False, has_overlap=False, may_misorder_fetches=False, code_in_memory=False
@@ -73,8 +88,8 @@ CPU = Backend(
     spilling=Spilling(by_callback=False, tries_handlers=False),
     devices=Devices(
         have_own_memory=False,
-        memory_share=lambda: 1.0,
-        pinned=lambda physical: None,
+        memory_share=_equal_parts,
+        pinned=_nothing,
         offload_refusal=_one_memory,
         topology=None,
     ),

@@ -43,6 +43,7 @@ _LOADS_IN_ORDER = (0, 11, 1)  # the first jaxlib that reads offloaded stacks in 
 
 
 def _topology(chip: str, topology: str) -> topologies.TopologyDescription:
+    """By JAX's CUDA plug-in, without a GPU."""
     plugins = [
         plugin
         for plugin in importlib.metadata.entry_points(group="jax_plugins")
@@ -81,17 +82,22 @@ def _environment(variables: Mapping[str, str]) -> Generator[None, None, None]:
 
 
 def _memory_share() -> float:
+    """Three quarters, unless ``XLA_CLIENT_MEM_FRACTION`` says otherwise."""
     chosen = (os.environ.get(variable) for variable in _SHARE_VARIABLES)
     return float(next(filter(None, chosen), _SHARE))
 
 
 def _pinned(physical: int | None) -> int:
+    """64 GiB, unless ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`` says otherwise, and what there is."""
     pool = int(os.environ.get(_POOL_VARIABLE, _POOL_GIB)) * 2**30
     return pool if physical is None else min(pool, physical)
 
 
 def _offload_refusal(jaxlib: tuple[int, ...]) -> str | None:
-    """To be deleted when jdelta asks for a jaxlib that reads in order."""
+    """Before jaxlib 0.11.1 offloaded stacks are read in the wrong order.
+
+    To be deleted when jdelta asks for a jaxlib that reads them in order.
+    """
     if jaxlib >= _LOADS_IN_ORDER:
         return None
     return (
@@ -102,9 +108,10 @@ def _offload_refusal(jaxlib: tuple[int, ...]) -> str | None:
 
 
 def _offload_options(memory: int, needed: int, outside_loops: bool, least: bool) -> Options:
-    """XLA runs transfers beside compute by itself on an H100, but not on an A100.
+    """Transfers are scheduled to hide behind compute, and nothing is captured in a CUDA graph.
 
-    There each would end where it starts (``benchmarks/offload.py``: nothing hidden, else 64 to
+    XLA runs transfers beside compute by itself on an H100, but not on an A100. There each would end
+    where it starts (``benchmarks/offload.py``: nothing hidden, else 64 to
     100 %). What it captures in a CUDA graph runs one after the other, whatever the schedule says
     (openxla/xla pull requests 48900 and 49158), so nothing is captured (``benchmarks/turns.py``, in
     a loop on an H200: with graphs 5 % of the transfers hidden, without 67 %).
