@@ -16,11 +16,12 @@ import jdelta
 from jdelta import Decision, PlanMismatchError
 from jdelta._src.regions.find import with_regions
 from jdelta._src.regions.policy import Policy
+from tests.numbers import normal
 from tests.planning import decided, under
 from tests.stacks import STACKS, kept, scanned, unrolled
 
-W = 0.4 * jax.random.normal(jax.random.key(0), (3, 8, 8))
-X = jax.random.normal(jax.random.key(1), (4, 8))
+W = jnp.asarray(0.4 * normal(0, 3, 8, 8))
+X = jnp.asarray(normal(1, 4, 8))
 
 
 def unit(w, x):

@@ -173,7 +173,11 @@ def of_experts():
     return jax.grad(loss), (jnp.eye(16) + 0.1, jnp.ones((8, 16)) / 7)
 
 
-STEPS = {"loop": of_layers(False), "nn.scan": of_layers(True), "experts": of_experts()}
+STEPS = {
+    "loop": lambda: of_layers(False),
+    "nn.scan": lambda: of_layers(True),
+    "experts": of_experts,
+}
 EVERY_POLICY = {
     "everything": POLICIES.everything_saveable,
     "nothing": POLICIES.nothing_saveable,
@@ -192,7 +196,7 @@ EVERY_POLICY = {
 @pytest.mark.parametrize("policy", EVERY_POLICY)
 @pytest.mark.parametrize("name", STEPS)
 def test_every_policy_is_planned(name, policy):
-    step, args = STEPS[name]
+    step, args = STEPS[name]()
     plan = jdelta.plan(step, None, *args, pin=EVERY_POLICY[policy])
     kept = {r.name for r in plan.residuals if not r.boundary} & {
         name for name, d in plan.decisions.items() if d is Decision.SAVE
@@ -203,7 +207,7 @@ def test_every_policy_is_planned(name, policy):
 
 
 def test_policies_are_asked_with_jaxs_own_objects():
-    step, args = STEPS["experts"]
+    step, args = of_experts()
     asked = {}
 
     def policy(prim, *avals, **params):
@@ -225,7 +229,8 @@ def test_policies_are_asked_with_jaxs_own_objects():
         drawn[prim.name] = avals
         return True
 
-    jdelta.plan(STEPS["nn.scan"][0], None, *STEPS["nn.scan"][1], pin=of_keys)
+    step, args = of_layers(True)
+    jdelta.plan(step, None, *args, pin=of_keys)
     assert any(jnp.issubdtype(a.dtype, jax.dtypes.prng_key) for a in drawn["random_bits"])
 
 
@@ -264,7 +269,7 @@ def failing(prim, *_, **__):
     ],
 )
 def test_a_policy_that_fails_is_named(policy, says):
-    step, args = STEPS["experts"]
+    step, args = of_experts()
     with pytest.raises(jdelta.PlanMismatchError, match=says) as error:
         jdelta.plan(step, None, *args, pin=policy)
     assert error.value.__cause__ is not None

@@ -19,14 +19,15 @@ from jdelta._src.residuals.residual import residuals
 from jdelta._src.search.history import History
 from jdelta._src.search.search import Search
 from jdelta._src.solver import Knapsack
+from tests.numbers import normal
 from tests.planning import decided, under
 from tests.rules import bell, soft
 from tests.stacks import STACKS, scanned, unrolled
 
 WIDTH, ROWS = 4, 3
-W = 0.4 * jax.random.normal(jax.random.key(0), (2, WIDTH, WIDTH))
-X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
-V = jax.random.normal(jax.random.key(2), W.shape)
+W = jnp.asarray(0.4 * normal(0, 2, WIDTH, WIDTH))
+X = jnp.asarray(normal(1, ROWS, WIDTH))
+V = jnp.asarray(normal(2, *W.shape))
 
 
 def unit(w, x):
