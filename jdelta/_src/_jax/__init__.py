@@ -20,7 +20,7 @@ functions take and give stays. From the lowest floor up, each room importing onl
   (0.12 has no ``closed_call``).
 
 All else in jdelta says ``_jax.name`` and need not know the rooms. The rules of jdelta's own
-primitives are in ``_primitive.py``; what is below jaxprs is the business of ``_shardy.py``.
+primitives are in ``region_primitive.py``; what is below jaxprs is the business of ``sharding.py``.
 """
 
 from jdelta._src._jax.bodies import equations as equations

@@ -1,7 +1,7 @@
 """Operations that one execution of a primitive takes, and the unit of the device that does them.
 
-A primitive of a newer JAX belongs into the class of ``_primitives.py`` that compilers treat it
-like, or here into ``_MOVED``, ``_NOTHING``, ``_EACH``, ``_CALLS`` or a rule. What is in none of
+A primitive of a newer JAX belongs into the class of ``program/primitives.py`` that compilers treat
+it like, or here into ``_MOVED``, ``_NOTHING``, ``_EACH``, ``_CALLS`` or a rule. What is in none of
 them (a kernel that JAX does not know, a callback) takes ten operations an element.
 
 Factorizations take what LAPACK's do (Golub and Van Loan, "Matrix Computations", 4th edition),

@@ -1,7 +1,7 @@
 """Timeline of live bytes of a program, as a compiler that fuses would allocate it.
 
 A model of XLA, not XLA: it says *where* the peak is and how it moves when decisions change; the
-absolute figure is then corrected by a compiled one. Beside what ``_fusion`` says of buffers, an
+absolute figure is then corrected by a compiled one. Beside what ``buffers.py`` says, an
 element-wise result may be written over an input that dies; loop bodies are allocated once,
 stacked loop outputs as a whole. What is computed again is computed just before it is read: XLA does
 not follow the program there (a ViT's attention is computed again after the backward pass of the MLP

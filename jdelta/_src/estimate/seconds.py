@@ -1,8 +1,8 @@
 """Roofline seconds of operations: the larger of arithmetic and memory traffic.
 
-What they compute is said in ``_work.py``, what they move in ``_traffic.py``. A value that is fused
-into its readers is not written, so a fused element-wise chain pays for its outer inputs and its
-result once. What devices send each other is added: nothing hides it here.
+What they compute is said in ``arithmetic.py``, what they move in ``traffic.py``. A value that is
+fused into its readers is not written, so a fused element-wise chain pays for its outer inputs and
+its result once. What devices send each other is added: nothing hides it here.
 Of a whole program it also counts which reads are one, and what loops move for stacks.
 """
 

@@ -1,6 +1,6 @@
 """Bytes of device memory that the operations of a program read and write, as compilers fuse them.
 
-What is written at all is said in ``_fusion.py``. Here: which reads are one, and what loops add.
+What is written at all is said in ``buffers.py``. Here: which reads are one, and what loops add.
 """
 
 from __future__ import annotations

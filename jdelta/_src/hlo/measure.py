@@ -65,7 +65,7 @@ class Measurement:
         aliased: Bytes of results that take the place of donated arguments.
         temporaries: Bytes of everything else in device memory.
         host: Bytes of temporaries in pinned host memory. TPU: the compiler's figure, or what its
-            program allocates if that is less (see ``_host.py``).
+            program allocates if that is less (see ``host_buffers.py``).
         host_arguments: Bytes of arguments in host memory.
         host_outputs: Bytes of results in host memory, but for those that take the place of donated
             arguments there.

@@ -11,12 +11,12 @@ is evaluated once more, and is the same program but for its timing:
   so it runs beside that compute, and no earlier. The first unit's fetches run beside the head: what
   the step computes between its forward and its backward units.
 - TPUs undo what such barriers say, so copies go to slots of host arrays there, and a fetch reads
-  at an index computed from those results: see ``_stacks.py``.
+  at an index computed from those results: see ``host_slots.py``.
 - The results of a backward unit share one barrier, so that gradients of weights are not put off
-  while what they are made from stays in memory: see ``_gradients.py``, and for those of loops
-  ``_loop_gradients.py``.
-- Loops do both one iteration apart: see ``_pipeline.py``. Loops around forward and backward pass
-  (micro-batches) are timed inside.
+  while what they are made from stays in memory: see ``weight_gradients.py``, and for those of loops
+  ``weight_gradients_in_loops.py``.
+- Loops do both one iteration apart: see ``transfers_in_loops.py``. Loops around forward and backward
+  pass (micro-batches) are timed inside.
 
 Which compiler needs which of these was measured: ``benchmarks/xla/transfers.py``.
 """

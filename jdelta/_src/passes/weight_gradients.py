@@ -1,8 +1,8 @@
 """When gradients of weights are computed: with what comes next in the backward pass, not later.
 
 XLA:GPU puts them off, and what they are made from stays in memory. So what a backward unit results
-in shares one barrier (see ``_timing.py``), and gradients of weights outside of units (a head's)
-share one with what the next unit or backward loop begins with.
+in shares one barrier (see ``transfer_timing.py``), and gradients of weights outside of units (a
+head's) share one with what the next unit or backward loop begins with.
 
 Where units offload nothing, vectors, the gradients of biases and scales, are left alone: XLA fuses
 the sums they are (1.3 % of ResNet-50's step, by compiled instructions). Where they do, it may put

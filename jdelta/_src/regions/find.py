@@ -1,7 +1,7 @@
 """Regions found in the program itself: for a step in which nothing is marked with ``jdelta.remat``.
 
 While such a step is traced, every function that it differentiates is staged first, cut into units
-(``_segments.py``), and evaluated again with each unit as a region. The bodies of large loops, and
+(``cut.py``), and evaluated again with each unit as a region. The bodies of large loops, and
 branches that multiply, are cut likewise. What the user put a ``jax.checkpoint`` around
 (``nn.remat``, ``nnx.remat``) is a unit as it is. So everything else sees a step that was marked by
 hand. What has to happen once (an ``io_callback``, a write to a mutable ref) is in no unit: it stays

@@ -31,7 +31,7 @@ class Policy:
         saved: Names kept on the device.
         offloaded: Names copied to pinned host memory and back.
         spilled: Names written to files and read back. To ``jax.checkpoint`` they are offloaded; the
-            step is then evaluated once more: see ``_spilling.py``.
+            step is then evaluated once more: see ``passes/spill.py``.
         recomputed: Names dropped; a value without any decision is dropped too.
         regions: From each region that the decisions are for to the number of loops around it.
         writes_bits: Whether random bits are written to memory before they are read: TPUs need it.

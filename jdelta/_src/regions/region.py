@@ -49,7 +49,7 @@ class RegionPolicy(Protocol):
 
 @dataclass(frozen=True)
 class Grouping:
-    """How loops over layers are run (``_groups.py``), and a step is cut (``_segments.py``).
+    """How loops over layers are run (``layer_groups.py``), and a step is cut (``cut.py``).
 
     Attributes:
         layers: How many layers one iteration runs.
@@ -124,7 +124,7 @@ class Session:
 
         None where the plan has no such call: it left nothing in the step that was recorded, as
         ``jax.eval_shape`` of a gradient leaves nothing, and will leave nothing in this one
-        (``_emit.py`` looks).
+        (``passes/emit.py`` looks).
         """
         traced = f"{base}#{self._calls[base]}"
         self._calls[base] += 1
