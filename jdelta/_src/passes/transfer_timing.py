@@ -15,8 +15,8 @@ is evaluated once more, and is the same program but for its timing:
 - The results of a backward unit share one barrier, so that gradients of weights are not put off
   while what they are made from stays in memory: see ``weight_gradients.py``, and for those of loops
   ``weight_gradients_in_loops.py``.
-- Loops do both one iteration apart: see ``transfers_in_loops.py``. Loops around forward and backward
-  pass (micro-batches) are timed inside.
+- Loops do both one iteration apart: see ``transfers_in_loops.py``. Loops around forward and
+  backward pass (micro-batches) are timed inside.
 
 Which compiler needs which of these was measured: ``benchmarks/xla/transfers.py``.
 """
