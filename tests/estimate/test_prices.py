@@ -14,8 +14,8 @@ from jax.extend.core import Primitive
 from jdelta._src.backends.chips import CHIPS, Rates
 from jdelta._src.backends.platforms import backend_of
 from jdelta._src.backends.target import resolve
-from jdelta._src.estimate.arithmetic import how_priced, is_free, work
 from jdelta._src.estimate.buffers import Compiler
+from jdelta._src.estimate.flops import how_priced, is_free, work
 from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.hlo.seconds import products
 from jdelta._src.hlo.text import parse
@@ -45,7 +45,7 @@ def test_every_primitive_is_priced(name):
     assert how_priced(name), (
         f"jax {jax.__version__} has the primitive {name!r}, which nothing prices: "
         "add it to its class in jdelta/_src/program/primitives.py, or to a set or a rule in "
-        "jdelta/_src/estimate/arithmetic.py"
+        "jdelta/_src/estimate/flops.py"
     )
 
 

@@ -6,7 +6,7 @@ functions take and give stays. From the lowest floor up, each room importing onl
 - ``values``: arrays and variables, by what their types say.
 - ``hooks``: what is put into a running trace: a session, and functions in the place of JAX's own.
 - ``effects``: what programs do beside giving results.
-- ``programs``: jaxprs traced, taken apart, put together and evaluated. In 0.11 ``Jaxpr`` and
+- ``jaxprs``: jaxprs traced, taken apart, put together and evaluated. In 0.11 ``Jaxpr`` and
   ``ClosedJaxpr`` became one class.
 - ``digest``: what a program is, so that two can be told apart.
 - ``equation``: what one equation says, and new ones made. In 0.11 a ``scan`` came to count its
@@ -63,6 +63,24 @@ from jdelta._src._jax.hooks import SCAN as SCAN
 from jdelta._src._jax.hooks import VJP as VJP
 from jdelta._src._jax.hooks import current_session as current_session
 from jdelta._src._jax.hooks import session_context as session_context
+from jdelta._src._jax.jaxprs import Env as Env
+from jdelta._src._jax.jaxprs import Eqn as Eqn
+from jdelta._src._jax.jaxprs import Jaxpr as Jaxpr
+from jdelta._src._jax.jaxprs import consts_of as consts_of
+from jdelta._src._jax.jaxprs import dependents as dependents
+from jdelta._src._jax.jaxprs import evaluate as evaluate
+from jdelta._src._jax.jaxprs import evaluate_with as evaluate_with
+from jdelta._src._jax.jaxprs import function_name as function_name
+from jdelta._src._jax.jaxprs import hoist_consts as hoist_consts
+from jdelta._src._jax.jaxprs import leaked as leaked
+from jdelta._src._jax.jaxprs import open_jaxpr as open_jaxpr
+from jdelta._src._jax.jaxprs import program_of as program_of
+from jdelta._src._jax.jaxprs import read as read
+from jdelta._src._jax.jaxprs import rebuild as rebuild
+from jdelta._src._jax.jaxprs import single as single
+from jdelta._src._jax.jaxprs import stage as stage
+from jdelta._src._jax.jaxprs import with_equations as with_equations
+from jdelta._src._jax.jaxprs import with_outputs as with_outputs
 from jdelta._src._jax.meshes import current_mesh as current_mesh
 from jdelta._src._jax.meshes import meshes_in as meshes_in
 from jdelta._src._jax.outside import outside_of as outside_of
@@ -71,24 +89,6 @@ from jdelta._src._jax.places import line_of as line_of
 from jdelta._src._jax.places import place_of as place_of
 from jdelta._src._jax.places import place_of_error as place_of_error
 from jdelta._src._jax.places import place_of_tracer as place_of_tracer
-from jdelta._src._jax.programs import Env as Env
-from jdelta._src._jax.programs import Eqn as Eqn
-from jdelta._src._jax.programs import Jaxpr as Jaxpr
-from jdelta._src._jax.programs import consts_of as consts_of
-from jdelta._src._jax.programs import dependents as dependents
-from jdelta._src._jax.programs import evaluate as evaluate
-from jdelta._src._jax.programs import evaluate_with as evaluate_with
-from jdelta._src._jax.programs import function_name as function_name
-from jdelta._src._jax.programs import hoist_consts as hoist_consts
-from jdelta._src._jax.programs import leaked as leaked
-from jdelta._src._jax.programs import open_jaxpr as open_jaxpr
-from jdelta._src._jax.programs import program_of as program_of
-from jdelta._src._jax.programs import read as read
-from jdelta._src._jax.programs import rebuild as rebuild
-from jdelta._src._jax.programs import single as single
-from jdelta._src._jax.programs import stage as stage
-from jdelta._src._jax.programs import with_equations as with_equations
-from jdelta._src._jax.programs import with_outputs as with_outputs
 from jdelta._src._jax.values import Atom as Atom
 from jdelta._src._jax.values import Var as Var
 from jdelta._src._jax.values import bytes_of as bytes_of

@@ -13,8 +13,8 @@ from jax.extend.core import primitives
 from jdelta._src._jax.checkpoint import is_shielded, plain, remat3_body
 from jdelta._src._jax.effects import effects_of, effects_on, happens_once
 from jdelta._src._jax.equation import DEBUG, REGION, within
+from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, open_jaxpr, rebuild, with_equations
 from jdelta._src._jax.places import at_call
-from jdelta._src._jax.programs import Eqn, Jaxpr, consts_of, open_jaxpr, rebuild, with_equations
 from jdelta._src._jax.values import Atom, Var, is_var, new_var
 
 CALLS = frozenset(f"jit closed_call eval_jaxpr remat2 {REGION}".split())

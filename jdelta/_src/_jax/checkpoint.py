@@ -18,7 +18,7 @@ from jax.extend.core import primitives
 from jax.interpreters import partial_eval
 
 from jdelta._src._jax.equation import from_template, name_stack
-from jdelta._src._jax.programs import Eqn, Jaxpr, consts_of, hoist_consts, open_jaxpr, stage
+from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, hoist_consts, open_jaxpr, stage
 from jdelta._src._jax.values import Var
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jdelta._src._jax.programs import Eqn, Jaxpr, consts_of, open_jaxpr
+from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, open_jaxpr
 from jdelta._src._jax.values import Var, is_var
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+\b")

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdelta._src._jax.programs import Eqn, Jaxpr, open_jaxpr, rebuild
+from jdelta._src._jax.jaxprs import Eqn, Jaxpr, open_jaxpr, rebuild
 from jdelta._src._jax.values import Atom, Var, is_var, new_var
 
 REGION = "jdelta_region"

@@ -8,7 +8,7 @@ from jax._src.mesh import thread_resources
 from jax.sharding import Mesh, NamedSharding, get_mesh
 
 from jdelta._src._jax.bodies import equations, values_in
-from jdelta._src._jax.programs import Jaxpr
+from jdelta._src._jax.jaxprs import Jaxpr
 
 
 def current_mesh() -> Mesh | None:

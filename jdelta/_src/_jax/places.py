@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax._src import source_info_util
 
-from jdelta._src._jax.programs import Eqn, open_jaxpr
+from jdelta._src._jax.jaxprs import Eqn, open_jaxpr
 
 _HERE = str(Path(__file__).parents[2])
 _JAX = str(Path(jax.__file__).parent)

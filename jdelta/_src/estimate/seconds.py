@@ -1,6 +1,6 @@
 """Roofline seconds of operations: the larger of arithmetic and memory traffic.
 
-What they compute is said in ``arithmetic.py``, what they move in ``traffic.py``. A value that is
+What they compute is said in ``flops.py``, what they move in ``traffic.py``. A value that is
 fused into its readers is not written, so a fused element-wise chain pays for its outer inputs and
 its result once. What devices send each other is added: nothing hides it here.
 Of a whole program it also counts which reads are one, and what loops move for stacks.
@@ -17,9 +17,9 @@ from jax.lax import Precision
 from jdelta._src._jax import scan_counts
 from jdelta._src.backends.chips import Rates, product_kind
 from jdelta._src.backends.platforms import backend_of
-from jdelta._src.estimate.arithmetic import is_free, programs, work
 from jdelta._src.estimate.buffers import Compiler, storage
 from jdelta._src.estimate.collectives import collective_seconds
+from jdelta._src.estimate.flops import is_free, programs, work
 from jdelta._src.estimate.traffic import moved_bytes, spared_reads, stacked_bytes
 from jdelta._src.program.graph import Graph, Operation, graph_of
 from jdelta._src.program.primitives import BITS, MATMULS
