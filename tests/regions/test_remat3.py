@@ -16,8 +16,8 @@ import jdelta
 from jdelta import Decision, PlanMismatchError
 from jdelta._src.regions.find import with_regions
 from jdelta._src.regions.policy import Policy
-from tests.numbers import normal
 from tests.planning import decided, under
+from tests.random_arrays import normal
 from tests.stacks import STACKS, kept, scanned, unrolled
 
 W = jnp.asarray(0.4 * normal(0, 3, 8, 8))

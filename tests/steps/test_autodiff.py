@@ -19,8 +19,8 @@ from jdelta._src.residuals.residual import residuals
 from jdelta._src.search.history import History
 from jdelta._src.search.search import Search
 from jdelta._src.solver import Knapsack
-from tests.numbers import normal
 from tests.planning import decided, under
+from tests.random_arrays import normal
 from tests.rules import bell, soft
 from tests.stacks import STACKS, scanned, unrolled
 

@@ -8,7 +8,7 @@ from jax.experimental import io_callback
 
 import jdelta
 from jdelta import TraceError
-from tests.numbers import normal
+from tests.random_arrays import normal
 
 W = jnp.asarray(0.3 * normal(0, 4, 16, 16))
 X = jnp.asarray(normal(1, 32, 16))
