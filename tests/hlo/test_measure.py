@@ -323,8 +323,7 @@ def test_another_process_finds_the_same_record():
     script = """
         import jax, jax.numpy as jnp
         from jdelta._src.hlo.measure import measure
-        from jdelta._src.backends.platforms import backend_of
-from jdelta._src.backends.target import resolve
+        from jdelta._src.backends.target import resolve
         target = resolve("tpu:v5e")
         shape = jax.ShapeDtypeStruct((128, 128), jnp.float32, sharding=target.sharding())
         def step(x):

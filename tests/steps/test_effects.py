@@ -312,14 +312,14 @@ def test_errors_of_the_step_pass_as_they_are():
         jdelta.plan(jax.grad(deep), None, W[0], X.T)
 
 
-@pytest.mark.parametrize("where", ["_segments.segments", "_emit.timeline", "_residual.storage"])
-def test_errors_that_are_not_the_steps_get_a_name(monkeypatch, where):
-    module, name = where.split(".")
-    owner = "jdelta._src.regions.find" if name == "segments" else f"jdelta.{module}"
+PARTS = ["regions.find.segments", "passes.emit.timeline", "residuals.residual.storage"]
 
+
+@pytest.mark.parametrize("part", PARTS)
+def test_errors_that_are_not_the_steps_get_a_name(monkeypatch, part):
     def fails(*_, **__):
         raise RuntimeError("not told")
 
-    monkeypatch.setattr(f"{owner}.{name}", fails)
+    monkeypatch.setattr(f"jdelta._src.{part}", fails)
     with pytest.raises(TraceError, match="RuntimeError: not told"):
         jdelta.plan(jax.grad(deep), None, W[0], X, pin=EVERYTHING)
