@@ -152,6 +152,6 @@ def test_a_tpu_holds_less(tmp_path, monkeypatch):
     kept, spilled = planned("save"), planned("spill")
     assert spilled.spill_bytes > 0
     assert spilled.compiled_peak <= kept.compiled_peak - 0.9 * spilled.spill_bytes
-    monkeypatch.setattr(spill, "read", forgets_to_read)
+    monkeypatch.setattr(spill_pass, "read", forgets_to_read)
     with pytest.raises(SpillError, match="does not write and read back all bytes"):
         planned("spill")

@@ -413,7 +413,7 @@ def no_read(monkeypatch):
     def zeros(store, token, aval, **place):
         return jnp.zeros(aval.shape, aval.dtype)
 
-    monkeypatch.setattr(spill, "read", zeros)
+    monkeypatch.setattr(spill_pass, "read", zeros)
 
 
 def half_of_it(monkeypatch):
@@ -422,7 +422,7 @@ def half_of_it(monkeypatch):
     def half(store, x, **place):
         return write(store, x[: len(x) // 2], **place)
 
-    monkeypatch.setattr(spill, "write", half)
+    monkeypatch.setattr(spill_pass, "write", half)
 
 
 @pytest.mark.parametrize("breaks", [no_write, no_read, half_of_it])
