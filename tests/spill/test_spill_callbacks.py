@@ -18,6 +18,7 @@ from jdelta._src.backends.backend import Spilling
 from jdelta._src.backends.cpu import CPU
 from jdelta._src.backends.platforms import BACKENDS
 from jdelta._src.backends.target import published
+from jdelta._src.passes import spill as spill_pass
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.residual import residuals
