@@ -99,6 +99,6 @@ def seed(*numbers):
 
 
 if __name__ == "__main__":
-    from tests import test_spill_gpu
+    from tests.spill import test_spill_gpu
 
     getattr(test_spill_gpu, sys.argv[2])(load(sys.argv[1]))
