@@ -160,7 +160,7 @@ def _staged(call: Call, donate: Sequence[int], platform: str) -> tuple[Graph, li
 def _of_compiled(compiled: jax.stages.Compiled) -> Schedule:
     stats: Any = compiled.memory_analysis()
     made = of_text(compiled.as_text() or "", stats.argument_size_in_bytes)
-    return dataclasses.replace(made, allocated=_allocated(stats, _platform(compiled)))
+    return dataclasses.replace(made, allocated=_allocated(stats, _counts_on_chip(compiled)))
 
 
 def of_text(text: str, resident: int) -> Schedule:
@@ -169,22 +169,24 @@ def of_text(text: str, resident: int) -> Schedule:
     return _schedule(problem, resident, given)
 
 
-def _allocated(stats: Any, platform: str) -> int:
+def _allocated(stats: Any, counts_on_chip: bool) -> int:
     """Bytes of temporaries and of results in no argument's place.
 
     Where temporaries count what stays on the chip, the peak does not.
     """
     own = stats.output_size_in_bytes - stats.alias_size_in_bytes
     total = stats.temp_size_in_bytes + own
-    if not backend_of(platform).reading.counts_on_chip:
+    if not counts_on_chip:
         return total
     peak = getattr(stats, "total_allocation_bytes", 0) or stats.peak_memory_in_bytes
     return min(total, peak - stats.argument_size_in_bytes)
 
 
-def _platform(compiled: jax.stages.Compiled) -> str:
+def _counts_on_chip(compiled: jax.stages.Compiled) -> bool:
+    """Whether the temporaries do, by the devices of its arguments and results, if it has some."""
     placed = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return next(platform_of(device) for s in placed for device in s.device_set)
+    platforms = {platform_of(device) for s in placed for device in s.device_set}
+    return any(backend_of(platform).reading.counts_on_chip for platform in platforms)
 
 
 def _schedule(problem: Problem, resident: int, given: int = 0) -> Schedule:

@@ -111,10 +111,10 @@ def _offload_options(memory: int, needed: int, outside_loops: bool, least: bool)
     """Transfers are scheduled to hide behind compute, and nothing is captured in a CUDA graph.
 
     XLA runs transfers beside compute by itself on an H100, but not on an A100. There each would end
-    where it starts (``benchmarks/offload.py``: nothing hidden, else 64 to
-    100 %). What it captures in a CUDA graph runs one after the other, whatever the schedule says
-    (openxla/xla pull requests 48900 and 49158), so nothing is captured (``benchmarks/turns.py``, in
-    a loop on an H200: with graphs 5 % of the transfers hidden, without 67 %).
+    where it starts (``benchmarks/offload.py``: nothing hidden, else 64 to 100 %). What it captures
+    in a CUDA graph runs one after the other, whatever the schedule says (openxla/xla pull requests
+    48900 and 49158), so nothing is captured (``benchmarks/turns.py``, in a loop on an H200: with
+    graphs 5 % of the transfers hidden, without 67 %).
     """
     del memory, needed, outside_loops, least
     return {

@@ -184,7 +184,7 @@ class _Timing:
     @property
     def tied(self) -> bool:
         """Whether barriers time the copies of this platform."""
-        return backend_of(self.clock.platform).transfers.are_tied
+        return self.clock.habits.are_tied
 
     def _fetches(self) -> tuple[dict[int, list[Var]], dict[int, list[Var]]]:
         """Issue each fetch as many units ahead as it takes to hide it, once its value is made."""
@@ -280,7 +280,7 @@ class _Timing:
         unit = clock[-1] / len(self.units)
         self.is_bound = sum(out) >= clock[-1]
         longest = unit * (1 if self.is_bound else MOST_AHEAD)
-        stops, slack = self._stops(), backend_of(self.clock.platform).transfers.slack
+        stops, slack = self._stops(), self.clock.habits.slack
         ends = [-1] * IN_FLIGHT
         read = {
             v: i
@@ -332,9 +332,7 @@ class _Timing:
         """Whether a forward loop copies to the host what it made an iteration before."""
         if self.least:
             return False
-        return self.tied or hides_next(
-            loop, self.clock, backend_of(self.clock.platform).transfers.slack
-        )
+        return self.tied or hides_next(loop, self.clock, self.clock.habits.slack)
 
     def _stops(self) -> dict[int, Var]:
         """Values of the forward pass that are in memory anyway, and that its end depends on."""

@@ -23,6 +23,7 @@ from jax import lax
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
 from jdelta._src._jax.sharding import UNSHARDED, Shardings, parts_of
+from jdelta._src.backends.backend import Transfers
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.platforms import backend_of
 from jdelta._src.estimate.seconds import program_seconds
@@ -44,6 +45,11 @@ class Clock:
     rates: Rates
     platform: str
     shardings: Shardings = UNSHARDED
+
+    @property
+    def habits(self) -> Transfers:
+        """When the target's compiler runs transfers."""
+        return backend_of(self.platform).transfers
 
     def seconds(self, program: Jaxpr) -> float:
         """Roofline seconds of a whole program."""
@@ -254,7 +260,7 @@ def _stops(body: Jaxpr, loop: Scan, sizes: Sequence[int], clock: Clock) -> dict[
     path = operands_on_path(body, loop.n_consts, loop.n_carry)
     done = list(itertools.accumulate(clock.each(body)))
     fitting = {i: v for i, eqn in enumerate(eqns) for v in reversed(eqn.outvars) if v in path}
-    counts = backend_of(clock.platform).transfers.counts_instructions
+    counts = clock.habits.counts_instructions
     shared = done[max(fitting)] if counts and fitting else done[-1]
     ends = [shared * (part / sum(sizes)) for part in itertools.accumulate(sizes)]
     goals = [end for end in ends if end < done[-1]]
