@@ -3,16 +3,14 @@
 python examples/fsdp.py
 """
 
-import os
-
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdelta
+
+jax.config.update("jax_num_cpu_devices", 8)  # before JAX looks for devices
 
 LAYERS, WIDTH, ROWS = 8, 256, 8192
 

@@ -1,7 +1,36 @@
-"""Eight CPU devices, for all tests alike: JAX wants to know before it looks for devices."""
+"""What JAX and XLA are told before anything is compiled, for all tests alike."""
+
+import os
+import tempfile
 
 import jax
+import pytest
+
+from tests.flags import flags
 
 DEVICES = 8
-
 jax.config.update("jax_num_cpu_devices", DEVICES)
+
+# Tests ask for numbers and bytes. LLVM's effort changes neither, but for rounding, and takes half
+# the seconds of a compile for a CPU; for a TPU the effort goes into the code of kernels and takes
+# four of five. A test of what the least effort leaves out is marked `full_effort`;
+# JAX_EXEC_TIME_OPTIMIZATION_EFFORT=0 is for all tests.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+EFFORT = float(os.environ.get("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "-1"))
+os.environ.setdefault("XLA_FLAGS", QUICK)
+jax.config.update("jax_exec_time_optimization_effort", EFFORT)
+
+# A program that one test compiles is not compiled again for another, nor by another process.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _executables = tempfile.TemporaryDirectory(prefix="executables-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _executables.name
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True)
+def effort(request):
+    marked = request.node.get_closest_marker("full_effort")
+    with flags(jax_exec_time_optimization_effort=0.0 if marked else EFFORT):
+        yield

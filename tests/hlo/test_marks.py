@@ -1,14 +1,18 @@
 """What became of named values, read off compiled programs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.compilation_cache import compilation_cache
 
 import jdelta
 from jdelta._src.program.hlo_names import Computed
 from jdelta._src.regions.policy import Policy
 from tests.compilers import TARGETS
+from tests.flags import flags
 
 PROGRAM = """HloModule fates
 
@@ -48,11 +52,11 @@ def test_fates_of_names_in_a_program(once, again, undone):
     assert Computed(frozenset(once), frozenset(again)).undone(PROGRAM) == undone
 
 
-def step(w, x):
+def step(w, x, name="layer"):
     def loss(w):
         y = x
         for row in w:
-            y = jdelta.remat(lambda y, row=row: y + jnp.tanh(y @ row), name="layer")(y)
+            y = jdelta.remat(lambda y, row=row: y + jnp.tanh(y @ row), name=name)(y)
         return jnp.mean(y**2)
 
     return w - jax.grad(loss)(w)
@@ -91,6 +95,23 @@ def test_recompute_that_a_compiler_undoes_is_reported(monkeypatch):
     plan = jdelta.plan(step, None, *SHAPES, pin={"*": "recompute"})
     assert "layer_1/dot_general" in plan.undone
     assert "undone        by the compiler" in str(plan)
+
+
+def test_an_executable_from_jaxs_own_cache_is_read_by_the_names_of_this_program(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Policy, "prevents_cse", lambda *_: False)
+    compilation_cache.reset_cache()
+    with flags(
+        jax_compilation_cache_dir=str(tmp_path),
+        jax_persistent_cache_min_compile_time_secs=0,
+        jax_persistent_cache_min_entry_size_bytes=-1,
+    ):
+        undone = [
+            jdelta.plan(functools.partial(step, name=name), None, *SHAPES, pin={"*": "recompute"})
+            for name in ("layer", "block")
+        ]
+    assert [{name[:5] for name in plan.undone} for plan in undone] == [{"layer"}, {"block"}]
 
 
 @pytest.mark.compiler

@@ -94,6 +94,7 @@ def test_known_bytes_ahead_of_time(name):
         assert product <= measurement.overlap.seconds <= 1.25 * product  # and the sum
 
 
+@pytest.mark.full_effort
 @pytest.mark.compiler
 def test_values_on_the_tpu_chip_are_no_device_memory():
     def loss(x, ws):

@@ -10,6 +10,7 @@ from jdelta._src.hlo.overlap import Overlap, read_overlap
 from jdelta._src.hlo.seconds import products, traffic
 from jdelta._src.hlo.text import DEVICE, HOST, Array, parse
 from tests.compilers import needs_cuda
+from tests.flags import flags
 from tests.versions import fails_in_jax_0_10_with_remat3
 
 # Rates at which an array of a million float32 takes 1 s to the host, 2 s back and 1 s to negate.
@@ -743,12 +744,9 @@ def scanned(target):
 @pytest.mark.parametrize("setting", ["jax_optimization_level", "jax_memory_fitting_level"])
 @pytest.mark.parametrize("level", ["O1", "O3"])
 def test_a_compiled_scan_at_another_level(name, setting, level):
-    before, target = getattr(jax.config, setting), resolve(name)
-    jax.config.update(setting, level)
-    try:
+    target = resolve(name)
+    with flags(**{setting: level}):
         program = parse(scanned(target))
-    finally:
-        jax.config.update(setting, before)
     overlap = read_overlap(program, target.rates)
     moved = LAYERS * ROWS * WIDTH * 4
     assert (overlap.bytes_out, overlap.bytes_in) == (moved, moved)

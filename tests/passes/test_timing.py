@@ -27,7 +27,7 @@ from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import NO_PINS
 from jdelta._src.residuals.region_inputs import with_boundaries
-from tests.compilers import TARGETS, fast, needs_cuda
+from tests.compilers import TARGETS, needs_cuda
 
 TARGET = resolve("tpu:v5e:2x2")
 FAST = dataclasses.replace(TARGET.rates, device_to_host=1e15, host_to_device=1e15)
@@ -431,9 +431,9 @@ def test_models_train_the_same_with_everything_offloaded(model, scan, platform):
     state, batch = case.init(0)
     staged, gone = offloading(case.grads, (state, batch), ("*",))
     assert gone > 10
-    run = fast(timed(staged, TARGET.rates, platform))
+    run = jax.jit(timed(staged, TARGET.rates, platform))
     results = run(*jax.tree.leaves((state, batch)))
-    expected = jax.tree.leaves(fast(case.grads)(state, batch))
+    expected = jax.tree.leaves(jax.jit(case.grads)(state, batch))
     largest = max(float(abs(leaf).max()) for leaf in expected)
     for value, other in zip(results, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6 * largest)
@@ -627,6 +627,7 @@ AMPERE = pytest.param("cuda:a100", marks=needs_cuda)
 """Where XLA runs nothing beside compute unless it is told to."""
 
 
+@pytest.mark.full_effort
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", [*TARGETS, AMPERE])
 def test_unrolled_offload_works(target):
@@ -689,6 +690,7 @@ def narrowing(ws, x):
     return x + jnp.sin(h @ ws["c"]) @ ws["a"]
 
 
+@pytest.mark.full_effort
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", [*TARGETS, AMPERE])
 def test_transfers_of_a_loop_run_behind_compute(target):

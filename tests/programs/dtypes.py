@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tests.flags import flags
 from tests.programs.parts import (
     array,
     block,
@@ -18,7 +19,7 @@ from tests.programs.parts import (
     unrolled,
     weights,
 )
-from tests.programs.table import flags, program
+from tests.programs.table import program
 
 x64 = functools.partial(flags, jax_enable_x64=True)
 

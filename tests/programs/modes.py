@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
+from tests.flags import flags
 from tests.programs.parts import block, mean_square, rows, scanned, stack_step, trained, weights
-from tests.programs.table import flags, program
+from tests.programs.table import program
 from tests.rules import bell, soft
 
 NEWEST = (0, 12)

@@ -10,7 +10,7 @@ It is called anew for each run, so a step may change or donate its arguments.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -114,16 +114,3 @@ def program(**right: Any) -> Callable[[Make], Make]:
         return make
 
     return add
-
-
-@contextlib.contextmanager
-def flags(**values: Any) -> Iterator[None]:
-    """Flags of jax, as long as the context lasts."""
-    before = {name: jax.config.values[name] for name in values}
-    try:
-        for name, value in values.items():
-            jax.config.update(name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)

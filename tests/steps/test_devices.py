@@ -36,6 +36,7 @@ from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.residual import residuals
 from tests.compilers import needs_cuda
+from tests.flags import flags
 from tests.frameworks import mean_square
 from tests.parallel import HIDDEN, LAYERS, PARALLEL, ROWS, WIDTH
 from tests.passes.test_timing import offloading
@@ -334,12 +335,9 @@ def test_what_was_exchanged_is_kept_unless_that_is_cheap(speed, kept, monkeypatc
 def test_another_partitioner_is_an_error():
     parallel = PARALLEL["data"]
     args = parallel.shapes(parallel.local_mesh())
-    jax.config.update("jax_use_shardy_partitioner", False)
-    try:
-        with pytest.raises(jdelta.TargetError, match="jax_use_shardy_partitioner is off"):
-            trace(parallel.step(jdelta.remat), *args)
-    finally:
-        jax.config.update("jax_use_shardy_partitioner", True)
+    off = "jax_use_shardy_partitioner is off"
+    with flags(jax_use_shardy_partitioner=False), pytest.raises(jdelta.TargetError, match=off):
+        trace(parallel.step(jdelta.remat), *args)
 
 
 # One plan on every process

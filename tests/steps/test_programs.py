@@ -14,8 +14,8 @@ import pytest
 
 import jdelta
 from jdelta._src.passes.emit import emit
+from tests.flags import flags
 from tests.programs import PROGRAMS, unmarked
-from tests.programs.table import flags
 from tests.stand_in import EXACT
 
 SHARE = 0.5

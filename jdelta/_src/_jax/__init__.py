@@ -44,6 +44,7 @@ from jdelta._src._jax.checkpoint import plain as plain
 from jdelta._src._jax.checkpoint import renamed as renamed
 from jdelta._src._jax.checkpoint import watch_checkpoints as watch_checkpoints
 from jdelta._src._jax.digest import digest as digest
+from jdelta._src._jax.digest import names_count as names_count
 from jdelta._src._jax.effects import by_position as by_position
 from jdelta._src._jax.effects import happens_once as happens_once
 from jdelta._src._jax.effects import is_ref as is_ref

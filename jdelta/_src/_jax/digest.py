@@ -7,6 +7,7 @@ source lines, scopes, numbers of variables, addresses in memory.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import config
 from jax.core import Tracer
 
 from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, open_jaxpr
@@ -35,6 +37,14 @@ def digest(closed: Jaxpr, *beside: object) -> str:
         *beside: What else makes it another one, such as how its values are sharded.
     """
     return _hashed(_Digests().program(closed), repr(beside)).hex()[:16]
+
+
+def names_count() -> contextlib.AbstractContextManager[None]:
+    """While open, JAX's cache of executables on disk tells programs apart by their names too.
+
+    Else it gives an executable with the names of whichever equal program was compiled first.
+    """
+    return config.compilation_cache_include_metadata_in_key(True)
 
 
 def _hashed(*parts: object) -> bytes:

@@ -1,5 +1,6 @@
 """What the compiler says a program takes."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -9,7 +10,7 @@ from typing import Any, get_origin
 
 import jax
 
-from jdelta._src import cache
+from jdelta._src import _jax, cache
 from jdelta._src.backends.backend import Reading
 from jdelta._src.backends.target import Target
 from jdelta._src.hlo.fetch_order import forward_fetches
@@ -189,7 +190,8 @@ def _compile(
 ) -> tuple[jax.stages.Compiled | None, Measurement]:
     start = time.perf_counter()
     try:
-        compiled = lowered.compile(options)
+        with _jax.names_count() if computed != NOTHING else contextlib.nullcontext():
+            compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
         needed = needed_bytes(str(error))
         if needed is None:
