@@ -21,7 +21,7 @@ from benchmarks.budgets import STEPS
 from benchmarks.models import build, checkpoint
 from benchmarks.record import Row, mib
 from jdelta import remat
-from jdelta._src.passes import transfer_timing
+from jdelta._src.passes import timed_transfers
 
 TARGETS = ("cuda:h100",)
 NAMES = ["gpt2 unrolled", *(name for name in STEPS if name.endswith(" scanned"))]
@@ -32,7 +32,7 @@ def row(step: str, target: str) -> Row:
     """Compile the three programs."""
     case = build(**STEPS[step], remat=remat)
     by_hand = checkpoint(STEPS[step]["name"], prevent_cse=not STEPS[step].get("scan", False))
-    with mock.patch.object(transfer_timing, "with_gradients_in_place", lambda program, *_: program):
+    with mock.patch.object(timed_transfers, "with_gradients_in_place", lambda program, *_: program):
         loose = cases.recomputed(case, target)
     tied = cases.recomputed(case, target)
     return {

@@ -8,7 +8,7 @@ is read off its schedule at the rates of `jdelta/_src/backends/chips.py`.
     python -m benchmarks.xla.transfers --json transfers.json
 
 Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in 0.12.0.1) stand in docs/how-it-works.md.
-What follows from them stands in `transfer_timing.py`, `host_slots.py` and `emit.py` of
+What follows from them stands in `timed_transfers.py`, `host_slots.py` and `emit.py` of
 `jdelta/_src/passes`.
 """
 

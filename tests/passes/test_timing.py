@@ -19,9 +19,11 @@ from jdelta._src import _jax
 from jdelta._src._jax import transfers
 from jdelta._src.backends.platforms import backend_of
 from jdelta._src.backends.target import resolve
-from jdelta._src.passes import transfer_timing
+from jdelta._src.passes import program_timing
 from jdelta._src.passes.program import Context, Program
-from jdelta._src.passes.transfer_timing import HEAD, IN_FLIGHT, _Timing, timed
+from jdelta._src.passes.program_timing import HEAD, Reading, timing_of
+from jdelta._src.passes.timed_transfers import timed
+from jdelta._src.passes.transfer_timing import IN_FLIGHT
 from jdelta._src.passes.transfers_in_loops import Clock
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Session
@@ -187,26 +189,28 @@ def with_head(ws, x):
     return jax.value_and_grad(loss)(ws)
 
 
-def timing_of(step, args, away, *, link=1e15, least=False):
+def timed_program(step, args, away, *, link=1e15, least=False):
+    """What is read of a step with offloaded values for a GPU, and when its transfers happen."""
     staged, _ = offloading(step, args, away)
     check(step, args, "cuda", away)
     program = transfers.copied_once(_jax.inline(staged))
     rates = dataclasses.replace(TARGET.rates, device_to_host=link, host_to_device=link)
-    return _Timing(program, Clock(rates, backend_of("cuda")), least)
+    clock = Clock(rates, backend_of("cuda"))
+    return Reading(program, clock, least), timing_of(program, clock, least=least)
 
 
 def test_a_third_copy_waits_for_the_first():
     args = list(stacked(5)), jax.random.normal(jax.random.key(1), (4, 8))
-    timing = timing_of(with_head, args, ("*/tanh", "*/cos", "*/sin"))
-    copies = [i for i, eqn in enumerate(timing.eqns) if transfers.crosses_to_host(eqn)]
+    reading, timing = timed_program(with_head, args, ("*/tanh", "*/cos", "*/sin"))
+    copies = [i for i, eqn in enumerate(reading.eqns) if transfers.crosses_to_host(eqn)]
     ends = {
-        v: index for index, (_, hosts) in timing.ties.items() for v in hosts
+        v: index for index, (_, hosts) in timing.ends.items() for v in hosts
     }  # by what is copied
     begins = {copy: index for index, (_, late) in timing.starts.items() for copy in late}
     assert len(copies) == 12
     assert begins
     for before, copy in zip(copies, copies[IN_FLIGHT:], strict=False):
-        ended = ends.get(timing.eqns[before].outvars[0])
+        ended = ends.get(reading.eqns[before].outvars[0])
         if copy in begins and ended is not None:
             assert begins[copy] >= ended
 
@@ -223,11 +227,11 @@ def test_what_can_be_made_at_any_time_hides_no_copy():
         return jnp.mean(functools.reduce(lambda x, w: dropping(w, x), ws, x) ** 2)
 
     args = list(stacked(3)), jax.random.normal(jax.random.key(1), (4, 8))
-    timing = timing_of(jax.value_and_grad(with_dropout), args, ("*/tanh",))
+    reading, _ = timed_program(jax.value_and_grad(with_dropout), args, ("*/tanh",))
     taken = {
         eqn.primitive.name: after - before
         for eqn, (before, after) in zip(
-            timing.eqns, itertools.pairwise(timing.elapsed), strict=False
+            reading.eqns, itertools.pairwise(reading.elapsed()), strict=False
         )
     }
     assert taken["random_bits"] == 0.0
@@ -236,14 +240,14 @@ def test_what_can_be_made_at_any_time_hides_no_copy():
 
 def test_the_first_fetch_is_beside_the_head_unless_the_least_memory_is_wanted():
     args = list(stacked(3)), jax.random.normal(jax.random.key(1), (4, 8))
-    timing = timing_of(with_head, args, ("*/tanh",))
+    reading, timing = timed_program(with_head, args, ("*/tanh",))
     assert timing.head is not None
-    last_copy = max(i for i, eqn in enumerate(timing.eqns) if transfers.crosses_to_host(eqn))
+    last_copy = max(i for i, eqn in enumerate(reading.eqns) if transfers.crosses_to_host(eqn))
     assert last_copy < timing.head[0] < timing.units[0]
-    assert timing.fetches[HEAD] == timing.needs[0] != []
-    least = timing_of(with_head, args, ("*/tanh",), least=True)
+    assert timing.fetches[HEAD] == reading.needs[0] != []
+    reading, least = timed_program(with_head, args, ("*/tanh",), least=True)
     assert least.head is None
-    assert all(least.fetches[n] == needs for n, needs in enumerate(least.needs))
+    assert all(least.fetches[n] == needs for n, needs in enumerate(reading.needs))
 
 
 def with_stem(ws, x):
@@ -260,10 +264,10 @@ def with_stem(ws, x):
 
 def test_gradients_of_the_head_come_before_the_first_fetch_and_the_stem_is_let_be():
     args = list(stacked(5)), jax.random.normal(jax.random.key(1), (4, 8))
-    timing = timing_of(with_stem, args, ("*/tanh",))
+    reading, timing = timed_program(with_stem, args, ("*/tanh",))
     ((region, (_, early)),) = timing.gradients.early.items()
     assert region == timing.units[0]
-    maker = next(eqn for eqn in timing.eqns if early in eqn.outvars)
+    maker = next(eqn for eqn in reading.eqns if early in eqn.outvars)
     assert maker.primitive.name in ("dot_general", "transpose")
     assert early.aval.shape == (8, 8)  # what the stem keeps has four rows
 
@@ -331,7 +335,7 @@ def test_unrolled_units_compute_the_same(layers, platform):
 @pytest.mark.parametrize(("rows", "parts"), [(3, 1), (4, 4), (6, 2)])
 def test_what_can_hide_goes_to_the_host_of_a_tpu_in_parts(rows, parts, monkeypatch):
     x = jax.random.normal(jax.random.key(1), (rows, 8))
-    monkeypatch.setattr(transfer_timing, "SLOT_SECONDS", x.nbytes / 4 / FAST.device_to_host)
+    monkeypatch.setattr(program_timing, "SLOT_SECONDS", x.nbytes / 4 / FAST.device_to_host)
     jaxpr, gone = check(unrolled(), (stacked(6), x), "tpu", away=("*/tanh",), rates=FAST)
     assert gone == 6
     reads = (parts + 1) // 2  # two parts at a time

@@ -18,7 +18,7 @@ from jdelta._src.backends.target import resolve
 from jdelta._src.decision import Decision
 from jdelta._src.passes.emit import Step, emit
 from jdelta._src.passes.program import Context, Program
-from jdelta._src.passes.transfer_timing import timed
+from jdelta._src.passes.timed_transfers import timed
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.items import items_of

@@ -23,7 +23,7 @@ from jdelta._src.passes.rounding import without_harmful_rounding
 from jdelta._src.passes.spill import spilled
 from jdelta._src.passes.spill_record import Emitted
 from jdelta._src.passes.stacked_weights import with_rows_read_in_turn
-from jdelta._src.passes.transfer_timing import timed
+from jdelta._src.passes.timed_transfers import timed
 from jdelta._src.passes.weight_updates import with_updates_in_loops
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.hlo_names import NOTHING, Computed

@@ -29,15 +29,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdelta._src import _jax
-from jdelta._src._jax import Var
+from jdelta._src._jax import Env, Eqn, Var
 from jdelta._src._jax.sharding import Spec, parts_of
+from jdelta._src.passes.transfer_barriers import Barriers, tie
 
 _UNCUT: Mapping[Var, Spec] = MappingProxyType({})
-
-IN_TURN = 2.0
-"""How many times the backward units' compute fetches take, on the link, where they wait for each
-other, for less memory. GPT-2's queries, keys and values, unrolled on a v5p, are at 1.4: 25 % is
-hidden without waiting, 15 % with it. The stack of ``benchmarks/offload.py`` is above 4."""
 
 _MOST_PARTS = 8
 """Slots of a value at most: each takes a few instructions."""
@@ -51,8 +47,8 @@ _ROW, _COLUMN = 128, 32
 """Elements in a row, and most elements in a column, of the tiles that TPUs store arrays in."""
 
 
-class Stacks:
-    """Host arrays, and the slots that values have in them.
+class Slots(Barriers):
+    """Host arrays, and the slots that values have in them; barriers time what has no slot.
 
     Args:
         units: The values that each unit fetches.
@@ -95,7 +91,40 @@ class Stacks:
             self._kinds.append(kind)
             self._arrays.append(jax.device_put(array, jax.memory.Space.Host))
 
-    def write(self, v: Var, value: Any) -> None:
+    def copy(self, eqn: Eqn, env: Env) -> None:
+        """Copy a value to its slot, if it has one; then nothing but a fetch reads it."""
+        if eqn.outvars[0] in self.slots:
+            self._write(eqn.outvars[0], *_jax.read(env, eqn.invars))
+            _jax.write(env, eqn, [None])
+        else:
+            super().copy(eqn, env)
+
+    def end(self, value: Var, hosts: Sequence[Var], env: Env) -> None:
+        """End copies to the host by the time that a value is there."""
+        stacked = [v for v in hosts if v in self.slots]
+        if stacked:
+            env[value] = self._tie(stacked, env[value])
+        copied = [v for v in hosts if v not in self.slots]
+        if copied:
+            super().end(value, copied, env)
+
+    def fetch(self, hosts: Sequence[Var], after: Sequence[Var], env: Env) -> dict[Var, Any]:
+        """Fetch host values, ``after`` these values are there; those with slots in their parts."""
+        if after:
+            tie(after, env)
+        if self.slots and hosts:
+            real = (v for v in after if jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.size)
+            self._wait(env[v] for v in real)
+        return {
+            v: self._read(v) if v in self.slots else jax.device_put(env[v], jax.memory.Space.Device)
+            for v in hosts
+        }
+
+    def whole(self, v: Var, fetched: Any) -> Any:
+        """A fetched value, put together where it is used: there its fetches end."""
+        return self._joined(v, fetched) if v in self.slots else fetched
+
+    def _write(self, v: Var, value: Any) -> None:
         """Copy the value of ``v`` from the device to its slot."""
         index, slot = self.slots[v]
         kind = self._kinds[index]
@@ -107,7 +136,7 @@ class Stacks:
             )
             slot += 1
 
-    def tie(self, values: Iterable[Var], other: Any) -> Any:
+    def _tie(self, values: Iterable[Var], other: Any) -> Any:
         """The ``other`` value, not to be used before those have been written."""
         indices = sorted({self.slots[v][0] for v in values})
         other, arrays = lax.optimization_barrier((other, [self._arrays[i] for i in indices]))
@@ -115,12 +144,12 @@ class Stacks:
             self._arrays[i] = array
         return other
 
-    def wait(self, values: Iterable[Any]) -> None:
+    def _wait(self, values: Iterable[Any]) -> None:
         """Let no later fetch start before these values are there."""
         zeros = functools.reduce(lax.add, map(zero_of, values), self._zero)
         self._zero = lax.optimization_barrier(zeros)  # computed once, not in every reader
 
-    def read(self, v: Var) -> list[Any]:
+    def _read(self, v: Var) -> list[Any]:
         """Fetch the value of ``v``, in the parts that it is read in."""
         index, slot = self.slots[v]
         kind = self._kinds[index]
@@ -129,12 +158,12 @@ class Stacks:
             away = lax.dynamic_slice_in_dim(self._arrays[index], self._zero + i, kind.together)
             fetched = jax.device_put(away, jax.memory.Space.Device)
             if self._in_turn:
-                self.wait([fetched])
+                self._wait([fetched])
             parts.append(lax.reshape(fetched, (kind.together * kind.part[0], *kind.part[1:])))
-        return [self.whole(v, parts)] if self._in_turn else parts
+        return [self._joined(v, parts)] if self._in_turn else parts
 
-    def whole(self, v: Var, parts: Sequence[Any]) -> Any:
-        """The value of ``v``, put together where it is used: there its fetches end."""
+    def _joined(self, v: Var, parts: Sequence[Any]) -> Any:
+        """The value of ``v``, of its parts."""
         kind = self._kinds[self.slots[v][0]]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, kind.axis)
 

@@ -1,7 +1,7 @@
 """When gradients of weights are computed: with what comes next in the backward pass, not later.
 
 XLA:GPU puts them off, and what they are made from stays in memory. So what a backward unit results
-in shares one barrier (see ``transfer_timing.py``), and gradients of weights outside of units (a
+in shares one barrier (see ``timed_transfers.py``), and gradients of weights outside of units (a
 head's) share one with what the next unit or backward loop begins with.
 
 Where units offload nothing, vectors, the gradients of biases and scales, are left alone: XLA fuses
@@ -20,8 +20,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from jax import lax
 
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
@@ -153,13 +151,6 @@ def without_growth(body: Jaxpr) -> tuple[Jaxpr, list[Growth | None]]:
     grown = [growths.get(v) if _jax.is_var(v) else None for v in inner.outvars]
     small = [g.of if g else v for v, g in zip(inner.outvars, grown, strict=True)]
     return _jax.rebuild(body, inner.eqns, small), grown
-
-
-def tie(names: Sequence[Var], env: _jax.Env) -> None:
-    """Put values behind one barrier: none of them is used before all of them are there."""
-    names = list(dict.fromkeys(names))
-    values = lax.optimization_barrier([env[v] for v in names])
-    env.update(zip(names, values, strict=True))
 
 
 def _growths(eqns: Sequence[Eqn]) -> dict[Var, Growth]:
