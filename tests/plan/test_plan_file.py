@@ -80,7 +80,14 @@ def static(_):
     return jdelta.plan(scaled, 0.7, 2.0, *small.make_args(), static_argnums=0)
 
 
-KINDS = [automatic, nothing_planned, recompute, spill, sharded, updates_moved, static]
+def asked_much(_):
+    pin = {"*/mlpwi": "recompute", "*/sub": Decision.SAVE}
+    bounds = {"host_budget": "1GiB", "per_layer": False, "reorder": True}
+    shapes = small.make_args()
+    return jdelta.plan(small.step, 0.8, *shapes, donate_argnums=0, solver="milp", pin=pin, **bounds)
+
+
+KINDS = [automatic, nothing_planned, recompute, spill, sharded, updates_moved, static, asked_much]
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +119,14 @@ def test_every_kind_of_plan_is_of_the_schema_and_comes_back(make, tmp_path):
     assert loaded == plan
     assert loaded.decisions == plan.decisions
     assert str(loaded) == str(plan)
+
+
+def test_the_question_comes_back(tmp_path):
+    asked_much(None).save(tmp_path / "plan.json")
+    question = jdelta.load(tmp_path / "plan.json").question
+    assert (question.solver, question.host_budget) == ("milp", 1 << 30)
+    assert question.pins == (("*/mlpwi", Decision.RECOMPUTE), ("*/sub", Decision.SAVE))
+    assert (question.per_layer, question.reorder) == (False, True)
 
 
 @pytest.mark.compiler
@@ -244,7 +259,7 @@ PLACE |= {"write_rate": None, "read_rate": None, "least": "1MiB", "timeout": 40.
         (["question", "spill"], {"path": 3}, r"question\.spill: expected the fields path"),
         (["question", "spill"], {**PLACE, "path": 3}, r"question\.spill\.path: expected str"),
         (["question", "spill"], {**PLACE, "timeout": -1.0}, "timeout: expected a number above"),
-        (["question", "spill"], {**PLACE, "adapter": 3}, r"question\.spill\.adapter: expected str or Ad"),
+        (["question", "spill"], {**PLACE, "adapter": 3}, r"spill\.adapter: expected str or Adapt"),
         (["program", "versions"], ["jax"], r"program\.versions\[0\]: expected a list of 2"),
         (["figures", "overhead"], "none", r"figures\.overhead: expected float"),
         (["search", "estimates"], {}, r"search\.estimates: expected a list"),
@@ -252,7 +267,7 @@ PLACE |= {"write_rate": None, "read_rate": None, "least": "1MiB", "timeout": 40.
 )
 def test_a_damaged_field_is_named(path, where, value, says):
     path.write_text(json.dumps(wrong(json.loads(path.read_text()), *where, value=value)))
-    with pytest.raises(PlanMismatchError, match=f"damaged at {says}"):
+    with pytest.raises(PlanMismatchError, match=f"damaged at .*{says}"):
         jdelta.load(path)
 
 

@@ -151,6 +151,8 @@ class _Explaining:
         files = to_files(spill, rates, self.residuals, target) if spill and rates else None
         host_room = math.inf if room is None else room
         pins = Pins(dict(plan.answer.pinned))
+        if Decision.OFFLOAD in pins.decisions.values():  # jaxlib here may refuse what that one did
+            target = replace(target, offload_refusal=None)
         self.items: Items = items_of(self.residuals, target, host_room, pins, files)
         self.solver = plan.solver or SOLVERS[DEFAULT_SOLVER]
         self.decisions: Mapping[str, Decision] = plan.decisions
