@@ -7,12 +7,14 @@ import importlib
 import inspect
 import json
 import re
+import typing
 from pathlib import Path
 
 import pytest
 
 import jdelta
 from benchmarks import record, when_not
+from jdelta._src.plan.record import PlanRecord
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -74,9 +76,13 @@ def test_every_public_name_is_documented(public):
 
 def test_the_schema_of_plan_files_says_what_fields_are():
     schema = ROOT / "jdelta/_src/plan/plan.schema.json"
-    fields = json.loads(schema.read_text("utf-8"))["properties"]
+    shown = json.loads(schema.read_text("utf-8"))["properties"]
     plan = {f.name for f in dataclasses.fields(jdelta.Plan) if not f.name.startswith("_")}
-    assert fields.keys() == plan | {"jdelta_plan"}
+    assert shown.keys() == plan | {"jdelta_plan"}
+    for name, part in typing.get_type_hints(PlanRecord).items():
+        if name in plan:
+            fields = [f.name for f in dataclasses.fields(part)]
+            assert list(shown[name]["properties"]) == shown[name]["required"] == fields
 
 
 def test_the_table_of_when_not_to_use_it_is_that_of_the_results():

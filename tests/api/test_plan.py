@@ -15,6 +15,7 @@ from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
 from jdelta._src.regions.policy import Policy
 from tests import small
+from tests.planning import asking
 from tests.versions import fails_in_jax_0_10_with_remat3
 
 LAYERS, WIDTH, ROWS = 8, 16, 2048
@@ -110,7 +111,7 @@ def test_other_donation_compiles_again_and_is_checked(half):
     params, x = arguments()
     kept(params, x)
     assert not params.is_deleted()
-    tight = dataclasses.replace(half, budget=half.compiled_peak // 2)
+    tight = asking(half, budget=half.compiled_peak // 2)
     with pytest.raises(BudgetError, match=r"donate_argnums=\(\) the step needs .*, it took "):
         tight.jit(donate_argnums=())(*arguments())
 
@@ -326,7 +327,7 @@ def test_a_gradient_beside_marked_units_is_planned():
 def test_unknown_target_and_missing_device():
     with pytest.raises(TargetError, match="unknown target 'abacus'"):
         jdelta.plan(step, 0.5, *arguments(), target="abacus")
-    far = dataclasses.replace(jdelta.plan(step, 1.0, *arguments()), target="tpu:v5e:2x2")
+    far = asking(jdelta.plan(step, 1.0, *arguments()), target="tpu:v5e:2x2")
     with pytest.raises(TargetError, match="tpu:v5e:2x2, which is not attached"):
         far.jit()
 

@@ -526,7 +526,8 @@ def test_endurance(spill):
     assert jdelta.endurance(plan, "600TB", 0.5, devices=4).seconds == life.seconds / 4
     predicted = jdelta.endurance(plan, 10**15)
     assert predicted.seconds == 1e15 * (plan.step_seconds + plan.overhead) / plan.spill_written
-    nothing = dataclasses.replace(plan, spill_written=0)
+    figures = dataclasses.replace(plan.figures, spill_written=0)
+    nothing = dataclasses.replace(plan, figures=figures)
     assert jdelta.endurance(nothing, "1TB").seconds == math.inf
     for rated, seconds in (("half", 1.0), ("50%", 1.0), ("1TB", 0.0)):
         with pytest.raises(SpillError, match="expected the bytes that the drive is rated for"):

@@ -364,7 +364,7 @@ def test_every_process_makes_the_same_plan(tmp_path):
             check=True,
         )
         plans.append(Path(path).read_text())
-    assert json.loads(plans[0])["policy"]["saved"]
+    assert json.loads(plans[0])["answer"]["policy"]["saved"]
     assert plans[0] == plans[1]
 
 

@@ -61,7 +61,7 @@ def export(plan: PlanRecord, form: str) -> str:
     """
     if form not in FORMS:
         raise ArgumentError(f"form must be one of {sorted(FORMS)}; got {form!r}")
-    if plan.spill_bytes:
+    if plan.figures.spill_bytes:
         raise PlanMismatchError(
             "The plan spills to files, which no policy of others can: plan without spill=."
         )
@@ -76,7 +76,7 @@ def export(plan: PlanRecord, form: str) -> str:
 
 def _names(plan: PlanRecord) -> _Names:
     decisions: dict[str, Decision] = {}
-    for r in plan.residuals:
+    for r in plan.answer.residuals:
         given = r.given if r.label == r.name else ""  # else given where no policy is asked
         decision = plan.decisions[r.name]
         if given and decisions.setdefault(given, decision) is not decision:
@@ -87,10 +87,10 @@ def _names(plan: PlanRecord) -> _Names:
             )
     unnamed = [
         r
-        for r in plan.residuals
+        for r in plan.answer.residuals
         if not (r.given or r.boundary) and plan.decisions[r.name] is not Decision.RECOMPUTE
     ]
-    entering = {plan.decisions[r.name] for r in plan.residuals if r.boundary} - {_RECOMPUTE}
+    entering = {plan.decisions[r.name] for r in plan.answer.residuals if r.boundary} - {_RECOMPUTE}
     return _Names(decisions, unnamed, min(entering, key=list(Decision).index, default=_SAVE))
 
 
