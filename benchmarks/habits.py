@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.record import table
+from benchmarks.study import table
 from jdelta._src.backends import backend, cpu, cuda, tpu
 
 PAGE = Path(__file__).parents[1] / "docs" / "compilers.md"
@@ -26,7 +26,7 @@ HEAD = """# Compilers: what XLA is taken to do, and how that is known
 
 Written by `python -m benchmarks.habits` from `jdelta/_src/backends`: there each compiler has a
 file, and who disagrees with a line changes it. Notes say where a habit was seen; one without a note
-was seen in scheduled programs, by one of the studies in `benchmarks/xla`."""
+was seen in scheduled programs, by one of the studies in `benchmarks/compilers`."""
 
 FILES: dict[str, tuple[ModuleType, backend.Backend]] = {
     "TPU": (tpu, tpu.TPU),

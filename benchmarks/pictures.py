@@ -8,7 +8,7 @@ Everything in it is simulated or compiled ahead of time, without hardware.
 from pathlib import Path
 
 import jdelta
-from benchmarks.budgets import STEPS
+from benchmarks.plans.budgets import STEPS
 from benchmarks.models import build
 from jdelta import plot
 

@@ -1,0 +1,66 @@
+"""What does the TPU compiler do with offload outside of loops, told of less and less memory?
+
+The MLP (8 unrolled layers, batch 32768) is planned to a budget below what recompute alone reaches,
+so that what enters its layers is on the host, in slots of host arrays. The plan's program is
+compiled with other options than the plan's own: `xla_tpu_user_reserved_hbm_bytes` leaves the
+scheduler so much memory, and XLA's own rematerialisation is on or off. Compute is read off the
+schedule, where more of it is recompute that nobody planned, and so is what part of the transfers
+hides behind it.
+
+    python -m benchmarks run limit
+
+Results (jax 0.12.0.1, libtpu 0.0.50.1) stand in docs/how-it-works.md. What follows from them stands
+in `jdelta/_src/passes/emit.py`.
+"""
+
+import functools
+import itertools
+
+from benchmarks import cases, study
+from benchmarks.models import build
+from benchmarks.study import Row, mib, share
+from jdelta import remat
+from jdelta._src.hlo.measure import measure
+
+TARGET = "tpu:v5e:2x2"
+GIB_LEFT = (None, 6, 5, 4, 3, 2, 0)
+NO_REMAT = {"xla_tpu_rematerialization_min_size_in_bytes": str(1 << 62)}
+EXACTLY = {"xla_tpu_scheduler_percent_shared_memory_limit": "100"}
+HEADS = ("GiB left", "XLA's own recompute", "peak", "host", "planned", "compute s", "hidden")
+
+
+@functools.cache
+def planned() -> tuple[cases.Program, int]:
+    """The program to compile, and its planned host bytes."""
+    case = build("mlp", batch=32768, remat=remat)
+    _, plan = cases.plan(case, "3.5GiB", TARGET)
+    assert plan is not None
+    return cases.planned(case, plan), plan.host_bytes
+
+
+def row(left: int | None, recompute: bool) -> Row:
+    """Compile the program once."""
+    program, host_bytes = planned()
+    reserved = {} if left is None else {"xla_tpu_user_reserved_hbm_bytes": _all_but(left, program)}
+    options = {**reserved, **EXACTLY, **({} if recompute else NO_REMAT)}
+    _, measured = measure(program.lower(), program.target, options)
+    return {
+        "peak": measured.peak,
+        "host": measured.host,
+        "planned": host_bytes,
+        "compute": measured.overlap.compute,
+        "hidden": measured.overlap.hidden,
+    }
+
+
+def _all_but(left: int, program: cases.Program) -> str:
+    return str(program.target.memory - left * 2**30)
+
+
+def cells(r: Row) -> list[str]:
+    """One line of the table; sizes in MiB."""
+    left = "all" if r["left"] is None else str(r["left"])
+    sizes = (mib(r[key]) for key in ("peak", "host", "planned"))
+    seconds, hidden = f"{r['compute']:.3f}", share(r["hidden"], 1.0)
+    return [left, "on" if r["recompute"] else "off", *sizes, seconds, hidden]
+

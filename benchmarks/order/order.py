@@ -1,0 +1,219 @@
+"""Operator order and memory layout: jdelta against program order, a greedy planner and an ILP.
+
+Each step is traced by its shapes, not compiled: operators run one by one and write their results
+in full, as in PyTorch; weights are updated by Adam in place. Memory is what the step allocates
+beside its arguments. The integer program gets `--limit` seconds for its order alone. How time grows
+with the layers is told twice: in seconds, the least of three times, and in calls of functions,
+which no cache makes slower.
+
+    python -m benchmarks run order
+"""
+
+import cProfile
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from benchmarks import study
+from benchmarks.order.order import comparators
+from benchmarks.models import Case, find, identity
+from benchmarks.study import Row, mib
+from jdelta._src.estimate.buffers import Compiler
+from jdelta._src.order import Problem, arena, arrange, layout, places_taken, problem_of
+from jdelta._src.program.graph import graph_of
+
+NAMES = "resnet50 resnet101 bert-large t5-large vit-l gpt2-xl mixtral unet".split()
+BATCHES = (1, 32)
+HEADS = [
+    "model",
+    "batch",
+    "operators",
+    "program, online",
+    "greedy",
+    "jdelta",
+    "arena / peak",
+    "peak / bound",
+    "less than program",
+    "any order, at most",
+    "less than greedy",
+    "seconds",
+    "ILP",
+]
+
+
+SCALING = "gpt2-xl"
+TIMES = (1, 2, 4, 8)
+TRIES = 3
+
+Step = tuple[Callable[..., Any], Any]
+
+
+def adam_step(model: str, batch: int, layers: int = 1) -> Step:
+    """A step of a model with `layers` times its layers."""
+    config = dataclasses.replace(find(model), batch=batch)
+    if layers > 1:
+        config = dataclasses.replace(config, layers=layers * config.layers)
+    return step_of(config, optax.adam(1e-3))
+
+
+def step_of(config: Any, optimizer: optax.GradientTransformation) -> Step:
+    """A step of a model, with nothing marked in it."""
+    return training(config.case("step", identity), optimizer)
+
+
+def training(case: Case, optimizer: optax.GradientTransformation) -> Step:
+    """A step without clipping, and shapes of its arguments: what is trained, then the rest."""
+
+    def step(trained, rest):
+        params, opt = trained
+        state, data = rest
+        loss, grads = case.grads(state._replace(params=params), data)
+        updates, opt = optimizer.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), loss
+
+    trained = case.state.params, jax.eval_shape(optimizer.init, case.state.params)
+    return step, (trained, (case.state._replace(params=(), opt=()), case.batch))
+
+
+def problem(model: str, batch: int, layers: int = 1) -> Problem:
+    """The operators of such a step, one by one."""
+    return posed_by(adam_step(model, batch, layers), None)
+
+
+def posed_by(made: Step, compiler: Compiler | None) -> Problem:
+    """The operators of a step, its weights updated in place."""
+    step, (trained, rest) = made
+    graph = graph_of(jax.make_jaxpr(step)(trained, rest))
+    given = graph.inputs[len(graph.inputs) - len(jax.tree.leaves((trained, rest))) :]
+    donated = given[: len(jax.tree.leaves(trained))]
+    return problem_of(graph, compiler, places_taken(graph, donated))
+
+
+def row(model: str, batch: int, layers: int, limit: float) -> Row:
+    """Plans one step; in the other ways too, unless it is one of more layers."""
+    posed = problem(model, batch, layers)
+    figures = {
+        "operators": len(posed),
+        "program_peak": posed.peak(posed.program),
+        **min((planned(fresh(posed)) for _ in range(TRIES)), key=seconds),
+    }
+    if model == SCALING:
+        figures["calls"] = calls(posed)
+    return figures if layers > 1 else {**figures, **others(posed, limit)}
+
+
+def fresh(posed: Problem) -> Problem:
+    """The same operators, without what has been remembered of them."""
+    return dataclasses.replace(posed)
+
+
+def planned(posed: Problem) -> Row:
+    """The order of a step and its layout, and the seconds that they take."""
+    start = time.perf_counter()
+    found = arrange(posed)
+    ordered = time.perf_counter()
+    offsets = layout(posed.bytes, *posed.lives(found.order))
+    return {
+        "peak": found.peak,
+        "bound": found.bound,
+        "arena": arena(posed.bytes, offsets),
+        "order_seconds": ordered - start,
+        "layout_seconds": time.perf_counter() - ordered,
+    }
+
+
+def seconds(r: Row) -> float:
+    """Seconds of order and layout."""
+    return r["order_seconds"] + r["layout_seconds"]
+
+
+def calls(posed: Problem) -> int:
+    """How often a function, of Python's own and of NumPy's too, is called to plan a step."""
+    unseen = fresh(posed)
+    with cProfile.Profile() as profile:
+        planned(unseen)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def others(posed: Problem, limit: float) -> Row:
+    """What other planners make of it."""
+    start = time.perf_counter()
+    order = comparators.greedy_list(posed)
+    greedy = comparators.greedy_layout(posed, order)
+    took = time.perf_counter() - start
+    return {
+        "program_online": comparators.online(posed, posed.program),
+        "greedy_peak": posed.peak(order),
+        "greedy_arena": greedy,
+        "greedy_seconds": took,
+        "ilp": dataclasses.asdict(comparators.integer_program(posed, limit)),
+    }
+
+
+def less(r: Row, than: str) -> float:
+    """The part of another planner's memory that jdelta spares."""
+    return 1 - r["arena"] / r[than]
+
+
+def cells(r: Row) -> list[str]:
+    """One line of the table; sizes in MiB."""
+    ilp = r["ilp"]
+    return [
+        r["model"],
+        str(r["batch"]),
+        str(r["operators"]),
+        mib(r["program_online"]),
+        mib(r["greedy_arena"]),
+        mib(r["arena"]),
+        f"{r['arena'] / r['peak']:.4f}",
+        f"{r['peak'] / r['bound']:.4f}",
+        f"{less(r, 'program_online'):.1%}",
+        f"{ceiling(r):.1%}",
+        f"{less(r, 'greedy_arena'):.1%}",
+        f"{seconds(r):.2f}",
+        f"{mib(ilp['peak'])} in {ilp['seconds']:.0f} s" if ilp["peak"] else "none",
+    ]
+
+
+def ceiling(r: Row) -> float:
+    """The most that any order could spare of the memory that program order takes."""
+    return 1 - r["bound"] / r["program_online"]
+
+
+def means(rows: list[Row]) -> str:
+    """The mean of what is spared, over models and batches."""
+    spared = [statistics.mean(less(r, k) for r in rows) for k in ("program_online", "greedy_arena")]
+    most = statistics.mean(map(ceiling, rows))
+    return (
+        f"mean: {spared[0]:.1%} less than program order, where no order could spare more than "
+        f"{most:.1%}; {spared[1]:.1%} less than greedy"
+    )
+
+
+def tables(rows: list[Row]) -> str:
+    """The rows as the docs show them."""
+    plain = [r for r in rows if r["layers"] == 1]
+    scaled = [
+        [
+            *(str(r[k]) for k in ("layers", "operators", "calls")),
+            f"{seconds(r):.2f}",
+        ]
+        for r in rows
+        if r["model"] == SCALING and r["batch"] == 1
+    ]
+    return "\n\n".join(
+        [
+            study.table(HEADS, map(cells, plain)),
+            means(plain) if plain else "",
+            study.table(
+                [f"times the layers of {SCALING}", "operators", "calls", "seconds"], scaled
+            ),
+        ]
+    )
+
