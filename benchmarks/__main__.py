@@ -4,7 +4,6 @@ import argparse
 import ast
 import inspect
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = {one.partition("=")[0] for one in options.settings} - settings_of(study)
     if unknown:
         made.error(f"{study.name} has no setting {', '.join(sorted(unknown))}")
-    warnings.simplefilter("ignore")  # those of packages that steps come from
     try:
         print(run(study, options))
     except jdelta.TargetError as error:

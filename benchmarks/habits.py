@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.study import table
+from benchmarks.study import markdown
 from jdelta._src.backends import backend, cpu, cuda, tpu
 
 PAGE = Path(__file__).parents[1] / "docs" / "compilers.md"
@@ -103,7 +103,7 @@ def sections() -> list[str]:
             if (part, habit) in note
         ]
         heads = ("habit", "what it says", *FILES)
-        found.append(f"## {part}: {said.rstrip('.')}\n\n{table(heads, rows)}")
+        found.append(f"## {part}: {said.rstrip('.')}\n\n{markdown(heads, rows)}")
         if why:
             found.append("\n".join(why))
     return found

@@ -115,6 +115,13 @@ def program(policy: str, step: str, target: str, **options: Any) -> cases.Progra
     return why or cases.traced(build(policy, step, **options), target)
 
 
+def variant(name: str, step: str, target: str, **options: Any) -> cases.Program | str:
+    """The plain step (`"plain"`), or the one under a policy; or why the policy is not for it."""
+    if name == "plain":
+        return plain(step, target, **options)
+    return program(name, step, target, **options)
+
+
 def same_peak(program: cases.Program) -> int:
     """A budget that is a program's peak: buffers of some bytes, which XLA adds or not, left aside.
 

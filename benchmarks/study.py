@@ -28,7 +28,7 @@ FOLDERS = ("plans", "accuracy", "compilers", "device", "order", "programs")
 RESULTS = Path(__file__).parent / "results"
 
 Row = dict[str, Any]
-"""What a job came to: `{"step": "mlp", "target": "cpu", "share": 0.6, "compiled_peak": 4739, …}`."""
+"""What a job came to: `{"step": "mlp", "target": "cpu", "share": 0.6, "compiled_peak": 4739}`."""
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,9 @@ def added(r: Row) -> list[str]:
 
 def tables(rows: list[Row]) -> str:
     """The rows as the docs show them: plain steps, and what plans add."""
-    plain, plans = ([r for r in rows if (r["share"] is None) == is_plain] for is_plain in (True, False))
+    plain, plans = (
+        [r for r in rows if (r["share"] is None) == is_plain] for is_plain in (True, False)
+    )
     return "\n\n".join(
         [
             study.table(HEADS, map(cells, plain), plain),

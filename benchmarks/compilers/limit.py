@@ -14,15 +14,14 @@ in `jdelta/_src/passes/emit.py`.
 """
 
 import functools
-import itertools
+from collections.abc import Sequence
 
-from benchmarks import cases, study
-from benchmarks.models import build
-from benchmarks.study import Row, mib, share
+from benchmarks import cases, steps, study
+from benchmarks.study import Job, Row, Study, mib, share
 from jdelta import remat
 from jdelta._src.hlo.measure import measure
 
-TARGET = "tpu:v5e:2x2"
+STEP, TARGET = "mlp", "tpu:v5e:2x2"
 GIB_LEFT = (None, 6, 5, 4, 3, 2, 0)
 NO_REMAT = {"xla_tpu_rematerialization_min_size_in_bytes": str(1 << 62)}
 EXACTLY = {"xla_tpu_scheduler_percent_shared_memory_limit": "100"}
@@ -30,17 +29,17 @@ HEADS = ("GiB left", "XLA's own recompute", "peak", "host", "planned", "compute 
 
 
 @functools.cache
-def planned() -> tuple[cases.Program, int]:
+def planned(step: str) -> tuple[cases.Program, int]:
     """The program to compile, and its planned host bytes."""
-    case = build("mlp", batch=32768, remat=remat)
+    case = steps.build(step, remat=remat)
     _, plan = cases.plan(case, "3.5GiB", TARGET)
     assert plan is not None
     return cases.planned(case, plan), plan.host_bytes
 
 
-def row(left: int | None, recompute: bool) -> Row:
+def row(step: str, left: int | None, recompute: bool) -> Row:
     """Compile the program once."""
-    program, host_bytes = planned()
+    program, host_bytes = planned(step)
     reserved = {} if left is None else {"xla_tpu_user_reserved_hbm_bytes": _all_but(left, program)}
     options = {**reserved, **EXACTLY, **({} if recompute else NO_REMAT)}
     _, measured = measure(program.lower(), program.target, options)
@@ -64,3 +63,21 @@ def cells(r: Row) -> list[str]:
     seconds, hidden = f"{r['compute']:.3f}", share(r["hidden"], 1.0)
     return [left, "on" if r["recompute"] else "off", *sizes, seconds, hidden]
 
+
+def tables(rows: list[Row]) -> str:
+    """The rows as the docs show them."""
+    return study.table(HEADS, map(cells, rows), rows)
+
+
+def jobs(left: Sequence[int | None] = GIB_LEFT) -> list[Job]:
+    """XLA's own recompute on, then off."""
+    return [Job(STEP, {"left": n, "recompute": on}) for on in (True, False) for n in left]
+
+
+STUDY = Study(
+    "limit",
+    "What does the TPU compiler do with offload outside of loops, told of less and less memory?",
+    jobs,
+    row,
+    tables,
+)

@@ -19,16 +19,15 @@ what a product of such a shape makes of the matrix units, the roofline does not.
 import functools
 import glob
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jdelta
-from benchmarks import cases, study
-from benchmarks.models import build, checkpoint
-from benchmarks.study import Row, mib, share
+from benchmarks import cases, steps, study
+from benchmarks.study import Job, Row, Study, mib, share
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import Measurement, measure
 from jdelta._src.regions.trace import trace
@@ -36,23 +35,18 @@ from jdelta._src.residuals.links import offload_refusal
 from jdelta._src.residuals.residual import residuals
 
 LAYERS, ROWS, WIDTH = 16, 32768, 1024
-GPT2 = {"batch": 8, "length": 1024, "dtype": jnp.bfloat16}
-TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1", "cuda:h100", "cuda:a100")
 QUERIES = {
     "gpt2": "*/query_proj",
     "bert-base": "*/query/add",
     "llama-160m": "*/query_proj",
     "llama3-8b": "*/query_proj",
 }
-STEPS: dict[str, dict[str, Any]] = {
-    **{
-        f"{model} {form}": {"name": model, "dtype": jnp.bfloat16, **options}
-        for model in ("gpt2", "bert-base", "llama-160m")
-        for form, options in (("scanned", {"scan": True}), ("unrolled", {}))
-    },
-    "llama3-8b scanned": {"name": "llama3-8b", "scan": True},
-}
-"""The steps whose queries move, and the arguments of `models.build` for them."""
+STEPS = (
+    *("gpt2 bfloat16 scanned", "gpt2 bfloat16 unrolled"),
+    *("bert-base bfloat16 scanned", "bert-base bfloat16 unrolled"),
+    *("llama bfloat16 scanned", "llama bfloat16 unrolled", "llama3-8b scanned"),
+)
+"""The steps whose queries move."""
 HEADS = "program target taken by-hand kept planned host hidden".split()
 
 
@@ -93,9 +87,9 @@ def by_hand(target: str) -> Measurement:
     return measure(traced.lower(lowering_platforms=(where.platform,)), where)[1]
 
 
-def heads_away(target: str, **options: Any) -> tuple[Row, jdelta.Plan]:
-    """GPT-2 with queries, keys and values on the host."""
-    case = build("gpt2", **GPT2, remat=jdelta.remat, **options)
+def heads_away(target: str, step: str) -> tuple[Row, jdelta.Plan]:
+    """A step with queries, keys and values on the host."""
+    case = steps.build(step, remat=jdelta.remat)
     pin = {f"*/{name}_proj": "offload" for name in ("query", "key", "value")}
     args = case.state, case.batch
     return {}, jdelta.plan(case.step, 0.6, *args, target=target, donate_argnums=0, pin=pin)
@@ -106,9 +100,9 @@ def queries(step: str, target: str, decision: str, **options: Any) -> jdelta.Pla
 
     `options` are arguments of `models.build` in place of the step's own.
     """
-    case = build(**{**STEPS[step], **options}, remat=jdelta.remat)
+    case = steps.build(step, **options, remat=jdelta.remat)
     args = case.state, case.batch
-    pin = {"*": "recompute", QUERIES[STEPS[step]["name"]]: decision}
+    pin = {"*": "recompute", QUERIES[steps.STEPS[step]["name"]]: decision}
     return jdelta.plan(case.step, None, *args, target=target, donate_argnums=0, pin=pin)
 
 
@@ -131,8 +125,9 @@ def half_away(target: str, rest: str) -> tuple[Row, jdelta.Plan]:
 
     The budget is the peak of recompute by hand, and what is kept.
     """
-    hand = cases.traced(build("gpt2-xl", **GPT2, remat=checkpoint("gpt2-xl")), target)
-    case = build("gpt2-xl", **GPT2, remat=jdelta.remat)
+    step = "gpt2-xl unrolled"
+    hand = cases.traced(steps.build(step, remat=steps.checkpointed(step)), target)
+    case = steps.build(step, remat=jdelta.remat)
     args = case.state, case.batch
     found = trace(case.step, *hand.target.abstract(args))
     needed = [r for g in found.regions for r in residuals(g, hand.target) if r.needed]
@@ -151,8 +146,10 @@ def half_away(target: str, rest: str) -> tuple[Row, jdelta.Plan]:
 MAKES: dict[str, Callable[[str], tuple[Row, jdelta.Plan]]] = {
     "stack": stack_away,
     **{f"{step}, queries": functools.partial(queries_away, step=step) for step in STEPS},
-    "gpt2 scanned, q, k and v": functools.partial(heads_away, scan=True),
-    "gpt2 unrolled, q, k and v": heads_away,
+    **{
+        f"{step}, q, k and v": functools.partial(heads_away, step=step)
+        for step in ("gpt2 bfloat16 scanned", "gpt2 bfloat16 unrolled")
+    },
     "gpt2-xl unrolled, half": functools.partial(half_away, rest="recompute"),
     "gpt2-xl unrolled, half, rest kept": functools.partial(half_away, rest="save"),
 }
@@ -201,11 +198,31 @@ def hidden(r: Row) -> str:
 
 def tables(rows: list[Row]) -> str:
     """Two tables of the docs: peaks beside recompute by hand, and what schedules hide."""
-    beside = (cells(r) for r in rows if "by_hand" in r)
-    shares = {(r["step"], r["target"]): hidden(r) for r in rows if "by_hand" not in r}
+    beside = [r for r in rows if "by_hand" in r]
+    others = [r for r in rows if "by_hand" not in r]
+    shares = {(r["step"], r["target"]): hidden(r) for r in others}
     lines = [
-        [step, *(shares.get((step, target), "not run") for target in TARGETS)]
-        for step in dict.fromkeys(step for step, _ in shares)
+        [step, *(shares.get((step, target), "not run") for target in steps.FOUR_TARGETS)]
+        for step in study.values(others, "step")
     ]
-    return "\n\n".join([study.table(HEADS, beside), study.table(["program", *TARGETS], lines)])
+    return "\n\n".join(
+        [
+            study.table(HEADS, map(cells, beside), beside),
+            study.table(["program", *steps.FOUR_TARGETS], lines, others),
+        ]
+    )
 
+
+def jobs(
+    step: Sequence[str] = tuple(MAKES), target: Sequence[str] = steps.FOUR_TARGETS
+) -> list[Job]:
+    return [Job(s, {"target": t}) for s in step for t in target]
+
+
+STUDY = Study(
+    "offload",
+    "Does the compiled program offload what was planned, and behind compute?",
+    jobs,
+    row,
+    tables,
+)

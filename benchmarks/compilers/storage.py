@@ -8,17 +8,15 @@ in MiB as the compiler reports them, ahead of time, and as `jdelta` simulates th
 Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in 0.12.0.1) stand in docs/how-it-works.md.
 """
 
-import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks import steps, study
+from benchmarks.study import Job, Row, Study, mib
 from jdelta._src.backends.target import resolve
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import timeline
@@ -275,15 +273,44 @@ PROGRAMS = {
     "196 MiB images of 64 features": image(64),
     "392 MiB images of 128 features": image(128),
 }
-TARGETS = ("tpu:v5e:2x2", "cuda:h100")
+FIGURES = ("temporaries", "simulated")
+HEADS = ["program", *(head for t in steps.TWO_TARGETS for head in (t, "simulated"))]
 
 
-def temporaries(name: str, target: str) -> tuple[int, int]:
+def row(step: str, target: str) -> Row:
     """Temporary bytes of a program on a target: as compiled, and as jdelta simulates them."""
-    program, shapes = PROGRAMS[name]
+    program, shapes = PROGRAMS[step]
     where = resolve(target)
     traced = jax.jit(program).trace(*where.abstract(shapes))
     simulated = timeline(graph_of(traced.jaxpr), Compiler(where.backend)).peak
     lowered = traced.lower(lowering_platforms=(where.platform,))
-    return measure(lowered, where)[1].temporaries, simulated
+    return {"temporaries": measure(lowered, where)[1].temporaries, "simulated": simulated}
 
+
+def tables(rows: list[Row]) -> str:
+    """One line a program; sizes in MiB."""
+    found = {(r["step"], r["target"]): r for r in rows}
+    lines = [
+        [step, *(_cell(found.get((step, t)), k) for t in steps.TWO_TARGETS for k in FIGURES)]
+        for step in study.values(rows, "step")
+    ]
+    return study.table(HEADS, lines, rows)
+
+
+def _cell(r: Row | None, figure: str) -> str:
+    return mib(r[figure]) if r else "not run"
+
+
+def jobs(
+    step: Sequence[str] = tuple(PROGRAMS), target: Sequence[str] = steps.TWO_TARGETS
+) -> list[Job]:
+    return study.product(step, target)
+
+
+STUDY = Study(
+    "storage",
+    "What do the compilers store, and does jdelta simulate as much?",
+    jobs,
+    row,
+    tables,
+)

@@ -12,7 +12,6 @@ What follows from them stands in `transfer_timing.py`, `host_slots.py` and `emit
 `jdelta/_src/passes`.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,14 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks import study
-from benchmarks.study import Row, mib, share
+from benchmarks import steps, study
+from benchmarks.study import Job, Row, Study
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
 
 LAYERS, ROWS, WIDTH = 16, 16384, 1024
-TARGETS = ("tpu:v5e:2x2", "cuda:h100")
-HEADS = "way target limited temporaries host hidden".split()
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 LIMIT = 2**30
 """Device memory that the soft limit leaves, bytes."""
@@ -159,7 +156,7 @@ def by_policy(weights: Arrays, x: Any) -> Any:
     return jax.grad(loss)(weights)
 
 
-WAYS: dict[str, Callable[..., Any]] = {
+STEPS: dict[str, Callable[..., Any]] = {
     "recompute, nothing offloaded": recompute,
     "policy": by_policy,
     "copies in the program, no ties": unrolled(None, None, gradients=False),
@@ -173,13 +170,13 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-def row(way: str, target: str, limited: bool) -> Row:
-    """Compile one way for one target."""
+def row(step: str, target: str, limited: bool) -> Row:
+    """Compiles one way to say it for one target."""
     where = resolve(target)
     pair = (jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),) * 2
     args = where.abstract(([pair] * LAYERS, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)))
     room = {"xla_tpu_user_reserved_hbm_bytes": str(where.memory - LIMIT)}
-    lowered = jax.jit(WAYS[way]).trace(*args).lower(lowering_platforms=(where.platform,))
+    lowered = jax.jit(STEPS[step]).trace(*args).lower(lowering_platforms=(where.platform,))
     _, measured = measure(lowered, where, room if limited else {})
     return {
         "temporaries": measured.temporaries,
@@ -188,27 +185,38 @@ def row(way: str, target: str, limited: bool) -> Row:
     }
 
 
-def tables(rows: Sequence[Row]) -> str:
+def tables(rows: list[Row]) -> str:
     """The rows as the docs show them: temporaries and host bytes in MiB."""
     columns = list(dict.fromkeys((r["target"], r["limited"]) for r in rows))
     heads = [f"{t}{', 1 GiB left' if limited else ''}" for t, limited in columns]
+    found = {(r["step"], r["target"], r["limited"]): r for r in rows}
     lines = [
-        [way, *(_cell(r) for c in columns for r in rows if _key(r) == (way, *c))]
-        for way in dict.fromkeys(r["way"] for r in rows)
+        [step, *(_cell(found[step, *c]) for c in columns if (step, *c) in found)]
+        for step in study.values(rows, "step")
     ]
-    return study.table(["way", *heads], lines)
-
-
-def _key(r: Row) -> tuple[str, str, bool]:
-    return r["way"], r["target"], r["limited"]
+    return study.table(["way", *heads], lines, rows)
 
 
 def _cell(r: Row) -> str:
     return f"{r['temporaries'] >> 20} / {r['host'] >> 20}"
 
 
-def cells(r: Row) -> list[str]:
-    """One line of the table; sizes in MiB."""
-    sizes = mib(r["temporaries"]), mib(r["host"])
-    return [r["way"], r["target"], str(r["limited"]), *sizes, share(r["hidden"], 1.0)]
+def jobs(
+    step: Sequence[str] = tuple(STEPS), target: Sequence[str] = steps.TWO_TARGETS
+) -> list[Job]:
+    """With all memory, and on TPUs with a limit too."""
+    return [
+        Job(s, {"target": t, "limited": limited})
+        for s in step
+        for t in target
+        for limited in ((False, True) if t.startswith("tpu") else (False,))
+    ]
 
+
+STUDY = Study(
+    "transfers",
+    "What do the compilers make of offload, said in each way that there is?",
+    jobs,
+    row,
+    tables,
+)

@@ -11,13 +11,13 @@ has nothing to do with; XLA's tensors begin at a multiple of 64 bytes, the pool'
 import ctypes
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from benchmarks import study
-from benchmarks.study import Row
+from benchmarks.study import Job, Row, Study
 from jdelta._src.spill.library import library
 
 PAGE, BLOCK = 4096, 1 << 20
@@ -45,7 +45,7 @@ def rate(copy: Callable[[int], Any]) -> float:
     return SIZE / min(seconds)
 
 
-def row(offset: int) -> Row:
+def row(step: str, offset: int) -> Row:
     """The rates for tensors that begin so many bytes after a page does."""
     pool, tensors = memory(), memory()[offset:]
     block, tensor = pool.ctypes.data, tensors.ctypes.data
@@ -68,5 +68,19 @@ def cells(r: Row) -> list[str]:
 
 def tables(rows: list[Row]) -> str:
     """The table of the docs."""
-    return study.table(HEADS, map(cells, rows))
+    return study.table(HEADS, map(cells, rows), rows)
 
+
+def jobs(
+    offset: Sequence[int] = OFFSETS,
+) -> list[Job]:
+    return [Job("copies", {"offset": at}) for at in offset]
+
+
+STUDY = Study(
+    "copying",
+    "How fast does one core copy to the pool of the spill store and back?",
+    jobs,
+    row,
+    tables,
+)

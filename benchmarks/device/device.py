@@ -8,24 +8,22 @@ latter agree on the order of the variants (Kendall's tau). *plan 60%* is a plan 
 the plain step's peak, *plan as POLICY* one for the peak that a hand policy compiles to, *to hand*
 its median seconds over that policy's.
 
-    python -m benchmarks run device --step "gpt2 scanned"
+    python -m benchmarks run device --step "gpt2 scanned" --json FILE
+    python -m benchmarks run device --step "gpt2 scanned" --ahead cuda:h200 --json FILE
 
-Rows go to benchmarks/results/device-KIND.json unless `--json` names another file. Without a GPU it
-stops: `--platform cpu` is for trying the script out, and keeps rows only where `--json` says.
-`--ahead TARGET` needs no GPU: it adds to a file what the plain step and the hand policies in it
-compile to ahead of time, which the table shows as *ahead*.
+FILE is benchmarks/results/device-KIND.json, one for each kind of device. Without a GPU it stops:
+`--platform cpu` is for trying it out. `--ahead TARGET` needs no GPU: it adds to a file what the
+plain step and the hand policies compile to ahead of time, which the table shows as *ahead*.
 """
 
-import argparse
 import dataclasses
 import importlib.metadata
+import itertools
 import multiprocessing
-import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,7 +33,7 @@ from scipy.stats import kendalltau
 
 import jdelta
 from benchmarks import cases, policies, steps, study
-from benchmarks.study import Row, mib
+from benchmarks.study import Job, Row, Study, mib
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
 
@@ -46,6 +44,7 @@ DTYPES = ("bfloat16", "float32")
 SHARES = {f"plan {share:.0%}": share for share in (0.8, 0.6, 0.5, 0.4)}
 AS_BY_HAND = {f"plan as {policy}": policy for policy in policies.POLICIES}
 VARIANTS = ("plain", *policies.POLICIES, *SHARES, *AS_BY_HAND)
+RATES = "copies and products"
 SIZES = ("compiled_peak", "allocator_peak", "allocator_peak_before", "host_bytes")
 HEADS = (
     *"step variant ahead peak allocator before host median traced compiled ratio".split(),
@@ -64,8 +63,19 @@ def attached(platform: str) -> Any:
     except RuntimeError as error:
         raise jdelta.TargetError(
             f"no {platform} is attached to this machine, so there is nothing to measure (JAX says: "
-            f"{error}); benchmarks.savings and benchmarks.hand_policies work ahead of time"
+            f"{error}); the studies savings and hand_policies work ahead of time"
         ) from error
+
+
+def alone(step: str, what: str, **job: Any) -> Row:
+    """One measurement in a process of its own; what is compiled ahead of time needs none."""
+    if what == "ahead":
+        return ahead(step, **job)
+    if what == "step":
+        job["step"] = step
+    one = {"max_workers": 1, "mp_context": multiprocessing.get_context("spawn")}
+    with ProcessPoolExecutor(**one) as pool:
+        return pool.submit(row, what=what, **job).result()
 
 
 def row(platform: str, what: str, **job: Any) -> Row:
@@ -167,7 +177,7 @@ def unplanned(
     step: str, variant: str, target: str, **options: Any
 ) -> tuple[Row, Callable[..., Any] | None]:
     """What is known of the plain step or of a hand policy before it runs, and the compiled step."""
-    program = traced(step, variant, target, **options)
+    program = policies.variant(variant, step, target, **options)
     if isinstance(program, str):
         return {"skipped": program}, None
     compiled, measured = measure(program.lower(), program.target, executable=True)
@@ -178,13 +188,6 @@ def unplanned(
         "price": dataclasses.asdict(program.priced(measured.overlap)),
     }
     return figures, compiled
-
-
-def traced(step: str, variant: str, target: str, **options: Any) -> cases.Program | str:
-    """The plain step, or the one under a hand policy; or why the policy is not for the step."""
-    if variant == "plain":
-        return policies.plain(step, target, **options)
-    return policies.program(variant, step, target, **options)
 
 
 def planned(
@@ -245,15 +248,30 @@ def same(r: Row, rows: list[Row], variant: str | None) -> list[Row]:
 
 
 def tables(rows: list[Row]) -> str:
-    """The rows of steps as the docs show them, those that ran."""
+    """The rows as the docs show them: steps that ran, and rates."""
     ran = [r for r in rows if "seconds" in r]
-    return study.table(HEADS, ([*cells(r, rows), ""][: len(HEADS)] for r in ran))
+    lines = ([*cells(r, rows), ""][: len(HEADS)] for r in ran)
+    parts = [study.table(HEADS, lines, [r for r in rows if r["what"] != "rates"])]
+    parts += predicted_orders(ran)
+    for r in rows:
+        if r["what"] == "rates":
+            parts.append(study.table(RATE_HEADS, rates(r), [r]))
+    return "\n\n".join(parts)
+
+
+def predicted_orders(ran: list[Row]) -> Iterator[str]:
+    """One line a step: how well the order of its variants was predicted."""
+    for step in study.values(ran, "step"):
+        tau = agreement([r for r in ran if r["step"] == step])
+        if tau is not None:
+            yield f"{step}: order of the variants predicted with Kendall's tau {tau:.2f}."
 
 
 def ahead(step: str, variant: str, target: str) -> Row:
     """What the plain step or a hand policy compiles to without the device."""
-    program = traced(step, variant, target)
-    assert isinstance(program, cases.Program)  # it ran on the device
+    program = policies.variant(variant, step, target)
+    if isinstance(program, str):
+        return {"skipped": program}
     return {"compiled_peak": program.measured.peak, "scheduled": program.measured.overlap.seconds}
 
 
@@ -271,47 +289,60 @@ def expected(r: Row) -> float:
     return r["scheduled"] or r["price"]["seconds"]
 
 
-def report(rows: list[Row]) -> None:
-    """Prints rates, rows of steps, and how well the order of each step's variants was predicted."""
-    for r in rows:
-        if r["what"] == "rates":
-            print("\n".join(rates(r)))
-    of_steps = [r for r in rows if r["what"] == "step"]
-    study.show("on the device (MiB, ms)", HEADS, (cells(r, rows) for r in of_steps))
-    for step in dict.fromkeys(r["step"] for r in of_steps):
-        tau = agreement([r for r in of_steps if r["step"] == step])
-        if tau is not None:
-            print(f"{step}: order of the variants predicted with Kendall's tau {tau:.2f}")
+RATE_HEADS = ("what", "rate")
 
 
-def rates(r: Row) -> list[str]:
-    """What the median of copies and products makes of their raw times."""
+def rates(r: Row) -> list[list[str]]:
+    """What the median of copies and products makes of their raw times, a line each."""
     both = ("to_host_seconds", "to_device_seconds")
     copies = [
-        "{} MiB: {:.1f} GB/s to the host, {:.1f} back".format(
-            mib(c["bytes"]), *(c["bytes"] / statistics.median(c[way]) / 1e9 for way in both)
-        )
+        [
+            f"{mib(c['bytes'])} MiB",
+            "{:.1f} GB/s to the host, {:.1f} back".format(
+                *(c["bytes"] / statistics.median(c[way]) / 1e9 for way in both)
+            ),
+        ]
         for c in r["copies"]
     ]
     products = [
-        f"{p['dtype']}: {p['flops'] / statistics.median(p['seconds']) / 1e12:.0f} TFLOP/s"
+        [
+            f"products in {p['dtype']}",
+            f"{p['flops'] / statistics.median(p['seconds']) / 1e12:.0f} TFLOP/s",
+        ]
         for p in r["products"]
     ]
     return copies + products
 
 
-def kind(platform: str) -> str:
-    """The device's kind, as a part of a file's name."""
-    return re.sub(r"\W+", "-", attached(platform).device_kind.lower())
+def jobs(
+    step: Sequence[str] = (RATES, *steps.PUBLISHED),
+    variant: Sequence[str] = VARIANTS,
+    platform: Sequence[str] = ("gpu",),
+    ahead: Sequence[str | None] = (None,),
+) -> list[Job]:
+    """Rates and steps on the device; or with `ahead`, what can be compiled for it without one."""
+    made: list[Job] = []
+    for label, target in itertools.product(step, ahead):
+        if label == RATES:
+            made += [Job(RATES, {"platform": p, "what": "rates"}) for p in platform if not target]
+        elif target:
+            given = {"what": "ahead", "target": target}
+            early = [v for v in variant if v in ("plain", *policies.POLICIES)]
+            made += [Job(label, {**given, "variant": v}) for v in early]
+        else:
+            given = {"what": "step"}
+            made += [
+                Job(label, {"platform": p, **given, "variant": v})
+                for p in platform
+                for v in variant
+            ]
+    return made
 
 
-def jobs(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What to measure."""
-    rates = [] if options.no_rates else [{"what": "rates"}]
-    of_steps = [
-        {"what": "step", "step": step, "variant": variant}
-        for step in options.step or steps.STEPS
-        for variant in options.variant or VARIANTS
-    ]
-    return [{"platform": options.platform, **job} for job in rates + of_steps]
-
+STUDY = Study(
+    "device",
+    "What do plain steps, hand policies and plans take on an attached GPU: seconds and bytes?",
+    jobs,
+    alone,
+    tables,
+)

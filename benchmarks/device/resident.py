@@ -4,17 +4,17 @@ Each is a process of its own under `/usr/bin/time -v`. *arguments* is one that l
 makes state and batch, and ends: what the other two take beyond that is for the step (its compiler
 too). Both train on the same batches, so that their losses are equal.
 
-    python -m benchmarks run resident --directory /nvme
+    python -m benchmarks run resident --with directory=/nvme
 """
 
-import functools
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import study
-from benchmarks.study import Row, mib
+from benchmarks.study import Job, Row, Study, mib
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt2.py"
 STEPS = {"nano": ("--batch", "128", "--steps", "6")}
@@ -25,7 +25,7 @@ HEADS = "step process resident beyond below loss files jax".split()
 _PEAK = re.compile(r"Maximum resident set size \(kbytes\): (\d+)")
 
 
-def row(step: str, way: str, directory: str) -> Row:
+def row(step: str, way: str, directory: str = ".") -> Row:
     """Runs one process."""
     command = [sys.executable, str(EXAMPLE), "--model", step, *STEPS[step], "--only", way]
     budget = ["--budget", BUDGET] if way == "planned" else []
@@ -57,5 +57,20 @@ def cells(r: Row, rows: list[Row]) -> list[str]:
 
 def tables(rows: list[Row]) -> str:
     """The rows as the docs show them."""
-    return study.table(HEADS, (cells(r, rows) for r in rows))
+    return study.table(HEADS, (cells(r, rows) for r in rows), rows)
 
+
+def jobs(
+    step: Sequence[str] = tuple(STEPS),
+    way: Sequence[str] = WAYS,
+) -> list[Job]:
+    return [Job(s, {"way": w}) for s in step for w in way]
+
+
+STUDY = Study(
+    "resident",
+    "How much resident memory does a process take that spills, beside one that keeps everything?",
+    jobs,
+    row,
+    tables,
+)

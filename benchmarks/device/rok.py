@@ -10,14 +10,16 @@ of it, and offload has no row. Throughput is the floating-point work of the plai
 XLA's own count) over the median time of a step. What else runs on the machine shows in the times.
 
     python -m benchmarks run rok --directory /nvme
-    python -m benchmarks run rok --picture docs/rok.png
+    python -m benchmarks.pictures
 """
 
 import dataclasses
 import functools
 import glob
+import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,8 +28,7 @@ import jax.numpy as jnp
 import jdelta
 from benchmarks import cases, policies, study
 from benchmarks.models import Case, checkpoint, find, identity
-from benchmarks.study import Row, mib
-from jdelta import plot
+from benchmarks.study import Job, Row, Study, mib
 from jdelta._src.backends.target import resolve
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.residual import residuals as residuals_of
@@ -41,10 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 POOLS = {"cpu": "64MiB", "gpu": "4GiB"}
 STEPS = {"bert": "bert-base", "gpt": "gpt2", "t5": "t5-large"}
 BATCHES = (4, 8, 16, 32)
-WAYS = {
-    "cpu": ("keep", "recompute", "spill", "mixed"),
-    "gpu": ("keep", "recompute", "offload", "spill", "mixed"),
-}
+WAYS = ("keep", "recompute", "offload", "spill", "mixed")
 PRODUCTS = (*policies.QKV, "out_proj", *policies.MLP)
 """Names of what products give: they leave a GPU, whose link is slow beside it."""
 WARMUP, REPEATS = 2, 5
@@ -61,8 +59,10 @@ def case(step: str, batch: int, remat: Any = identity, **options: Any) -> Case:
     return dataclasses.replace(config, **changed).case(step, remat)
 
 
-def row(step: str, batch: int, way: str, directory: str, adapter: str = "disk") -> Row:
-    """Runs one step in one way."""
+def row(step: str, batch: int, way: str, directory: str, adapter: str = "disk") -> Row | list[Row]:
+    """Runs one step in one way; no row where a CPU would offload to its own memory."""
+    if way == "offload" and jax.default_backend() == "cpu":
+        return []
     spill = jdelta.Spill(directory, adapter=adapter, pool=POOLS[jax.default_backend()])
     plain, kept = case(step, batch), _kept(step, batch)
     known = {"device": jax.devices()[0].device_kind, "flops": _work(step, batch)}
@@ -150,8 +150,11 @@ def cells(r: Row) -> list[str]:
 
 
 def tables(rows: list[Row]) -> str:
-    """The rows as the docs show them."""
-    return study.table(HEADS, map(cells, rows))
+    """The rows as the docs show them: a table for each device."""
+    of_device: dict[str, list[Row]] = {}
+    for r in rows:
+        of_device.setdefault(r.get("device", "cpu"), []).append(r)
+    return "\n\n".join(study.table(HEADS, map(cells, found), found) for found in of_device.values())
 
 
 def points(rows: list[Row]) -> list[jdelta.RokPoint]:
@@ -167,3 +170,25 @@ def points(rows: list[Row]) -> list[jdelta.RokPoint]:
         for r in rows
     ]
 
+
+def jobs(
+    step: Sequence[str] = tuple(STEPS),
+    batch: Sequence[int] = BATCHES,
+    way: Sequence[str] = WAYS,
+    directory: Sequence[str] = (".",),
+    adapter: Sequence[str | None] = (None,),
+) -> list[Job]:
+    """Without an adapter values are spilled to files."""
+    return [
+        Job(s, {"batch": b, "way": w, "directory": d, **({"adapter": a} if a else {})})
+        for s, b, w, d, a in itertools.product(step, batch, way, directory, adapter)
+    ]
+
+
+STUDY = Study(
+    "rok",
+    "What throughput at what activation memory: by recompute, offload, spilling, or keeping?",
+    jobs,
+    row,
+    tables,
+)

@@ -11,11 +11,10 @@ more with the nominal rate, *timed* the same with forward times measured here, n
 *ratio* the median over pairs of steps, *work* the processor time that a spilled GiB takes, which
 other programs hardly change, *load* the system's load average before the row.
 
-    python -m benchmarks run throttled --directory /nvme
+    python -m benchmarks run throttled --with directory=/nvme
 """
 
 import dataclasses
-import functools
 import glob
 import itertools
 import os
@@ -30,7 +29,7 @@ import jax.numpy as jnp
 import jdelta
 from benchmarks import study
 from benchmarks.models import Case, find, identity
-from benchmarks.study import Row, mib
+from benchmarks.study import Job, Row, Study, mib
 from jdelta._src.backends.target import resolve
 from jdelta._src.residuals.file_link import Way, to_files
 from jdelta._src.residuals.residual import Residual
@@ -58,7 +57,7 @@ def case(step: str, remat: Any = identity, **options: Any) -> Case:
     return dataclasses.replace(find("gpt2"), **shape).case(step, remat)
 
 
-def row(step: str, device: str, directory: str, repeats: int = REPEATS) -> Row:
+def row(step: str, device: str, directory: str = ".", repeats: int = REPEATS) -> Row:
     """Plans one step for one device, and runs both in turns."""
     spill, rate = _spill(device, directory)
     rates = rates_of(spill)
@@ -189,5 +188,20 @@ def cells(r: Row) -> list[str]:
 
 def tables(rows: list[Row]) -> str:
     """The rows as the docs show them."""
-    return study.table(HEADS, map(cells, rows))
+    return study.table(HEADS, map(cells, rows), rows)
 
+
+def jobs(
+    step: Sequence[str] = tuple(STEPS),
+    device: Sequence[str] = tuple(DEVICES),
+) -> list[Job]:
+    return [Job(s, {"device": d}) for s in step for d in device]
+
+
+STUDY = Study(
+    "throttled",
+    "Where does TBA's rule stop on devices of known rates, and what do the spilled scopes cost?",
+    jobs,
+    row,
+    tables,
+)

@@ -13,14 +13,16 @@ compiled with CUDA graphs too, *as XLA would* with no options, unlike a plan tha
 Plans are made before, on a machine without the GPU, and loaded there. All programs of a step go on
 from one state, each once in a round; *loss* is that of each one's first step from the same state.
 
-    python -m benchmarks run turns --plans plans --ahead cuda:h100
-    python -m benchmarks run turns --plans plans
+    python -m benchmarks run turns --ahead cuda:h200 --with plans=plans
+    python -m benchmarks run turns --with plans=plans --json FILE
+
+FILE is benchmarks/results/turns-KIND.json, one for each kind of device.
 """
 
 import dataclasses
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,8 @@ import jax.numpy as jnp
 import jdelta
 from benchmarks import cases, policies, steps, study
 from benchmarks.compilers import offload
-from benchmarks.device.device import device
-from benchmarks.models import Case, build
-from benchmarks.study import Row, mib, share
+from benchmarks.device import device
+from benchmarks.study import Job, Row, Study, mib, share
 from jdelta._src.backends.target import attached, resolve
 from jdelta._src.hlo.measure import measure
 
@@ -50,7 +51,7 @@ WITHOUT = {
     ),
 }
 """What of a plan's own options is left away."""
-TRANSFERS = {step: model for step, model in offload.STEPS.items() if step != "llama3-8b scanned"}
+TRANSFERS = tuple(step for step in offload.STEPS if step != "llama3-8b scanned")
 """The steps whose queries move, but for one whose state is too large to have a copy beside it."""
 POLICIES = ("gpt2 scanned", "llama scanned")
 VARIANTS = {
@@ -68,7 +69,7 @@ def file(plans: Path, step: str, variant: str) -> Path:
     return plans / (re.sub(r"\W+", "-", f"{step} {variant}") + ".json")
 
 
-def ahead(what: str, step: str, target: str, plans: Path, **options: Any) -> Row:
+def make_plans(what: str, step: str, target: str, plans: Path, **options: Any) -> Row:
     """Makes the plans of a step for a target, and keeps them in the folder.
 
     `options` are arguments of `models.build` in place of the step's own, here and below.
@@ -90,7 +91,7 @@ def pinned(step: str, target: str, **options: Any) -> Iterator[tuple[str, jdelta
 
 def as_by_hand(step: str, target: str, **options: Any) -> Iterator[tuple[str, jdelta.Plan | None]]:
     """The plans for the peaks of the hand policies."""
-    case = case_of("policies", step, **options)
+    case = steps.build(step, remat=jdelta.remat, **options)
     for variant in VARIANTS["policies"]:
         policy = variant.removeprefix(PLAN)
         if policy == variant:
@@ -100,22 +101,16 @@ def as_by_hand(step: str, target: str, **options: Any) -> Iterator[tuple[str, jd
             yield variant, cases.plan(case, policies.same_peak(hand), target)[1]
 
 
-def case_of(what: str, step: str, **options: Any) -> Case:
-    """The step that is planned."""
-    own = {"policies": steps.STEPS, "transfers": TRANSFERS}[what][step]
-    return build(**{**own, **options}, remat=jdelta.remat)
-
-
 def lowered(
     what: str, step: str, target: str, plans: Path, **options: Any
 ) -> Iterator[tuple[str, tuple[jax.stages.Lowered, cases.Program]]]:
     """The programs of a step, of those under plans the ones whose files are there."""
-    case, where = case_of(what, step, **options), resolve(target)
+    case, where = steps.build(step, remat=jdelta.remat, **options), resolve(target)
     state, batch = where.abstract((case.state, case.batch))
     case = dataclasses.replace(case, state=state, batch=batch)
     for variant in VARIANTS[what]:
         if what == "policies" and not variant.startswith(PLAN):
-            program = device.traced(step, variant, target, **options)
+            program = policies.variant(variant, step, target, **options)
             if isinstance(program, str):
                 continue
         elif file(plans, step, variant).exists():
@@ -163,7 +158,7 @@ def row(
 
     Args:
         what: "policies" or "transfers".
-        step: A key of `steps.STEPS`, or of `TRANSFERS`.
+        step: A key of `steps.STEPS`.
         target: Name of the attached device.
         plans: The folder of plans.
         rounds: Times taken of each program, after warm-up.
@@ -176,7 +171,7 @@ def row(
         }
     ready = {variant: job.result() for variant, job in jobs.items()}
     calls = {variant: call for variant, (call, _) in ready.items() if call}
-    timed = in_turns(calls, *case_of(what, step, **options).init(0), rounds)
+    timed = in_turns(calls, *steps.build(step, remat=jdelta.remat, **options).init(0), rounds)
     found = [{"variant": v, **figures, **timed.get(v, {})} for v, (_, figures) in ready.items()]
     return {"device": jax.devices()[0].device_kind, "programs": found}
 
@@ -233,10 +228,44 @@ def ratio(a: Row, b: Row) -> float:
 
 def tables(rows: list[Row]) -> str:
     """The tables as the docs show them."""
+    of = {what: [r for r in rows if r["what"] == what] for what in HEADS}
     return "\n\n".join(
-        study.table(
-            HEADS[what], [cells(r, f) for r in rows if r["what"] == what for f in r["programs"]]
-        )
-        for what in HEADS
+        study.table(HEADS[what], [cells(r, f) for r in found for f in r["programs"]], found)
+        for what, found in of.items()
     )
 
+
+def run(step: str, what: str, ahead: str | None = None, plans: str = "plans") -> Row | list[Row]:
+    """Times the programs of a step; or makes their plans for a target, which gives no row."""
+    folder = Path(plans)
+    if ahead:
+        folder.mkdir(parents=True, exist_ok=True)
+        make_plans(what, step, ahead, folder)
+        return []
+    device.attached("gpu")
+    return row(what, step, resolve(args=jnp.zeros(())).name, folder)
+
+
+def jobs(
+    step: Sequence[str] = (*POLICIES, *TRANSFERS),
+    what: Sequence[str] = tuple(HEADS),
+    ahead: Sequence[str | None] = (None,),
+) -> list[Job]:
+    """With `ahead` the plans that the other jobs need."""
+    having = {"policies": POLICIES, "transfers": TRANSFERS}
+    return [
+        Job(s, {"what": w, **({"ahead": target} if target else {})})
+        for w in what
+        for s in step
+        if s in having[w]
+        for target in ahead
+    ]
+
+
+STUDY = Study(
+    "turns",
+    "On one GPU, in turns: is a plan quicker than its hand policy, and do transfers hide?",
+    jobs,
+    run,
+    tables,
+)

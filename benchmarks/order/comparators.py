@@ -1,4 +1,4 @@
-"""Other ways to order operators and to lay out memory, that `benchmarks/order.py` compares with.
+"""Other ways to order operators and to lay out memory, that the study `order` compares with.
 
 All take the same `Problem` as jdelta does, so that only the planning differs.
 """

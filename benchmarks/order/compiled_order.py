@@ -1,30 +1,33 @@
 """XLA's own order of operators beside the best: how much less could any order make it allocate?
 
-The steps of `benchmarks/order.py` (unrolled, Adam without clipping, the state donated), compiled
+The steps of the study `order` (unrolled, Adam without clipping, the state donated), compiled
 ahead of time. Of the compiled program: what XLA allocates beside the arguments, what is alive in
 its order, in the best order of the same instructions, and in any. Nothing is run. Programs that are
-compiled can be kept, to be read again without the minutes that a compiler takes.
+compiled can be kept, to be read again without the minutes that a compiler takes:
 
-    python -m benchmarks run compiled_order
+    python -m benchmarks run compiled_order --with directory=kept
 """
 
 import gzip
 import json
+import re
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks import study
-from benchmarks.order.order import NAMES, adam_step
-from benchmarks.study import Row, mib, share
+from benchmarks.order import order
+from benchmarks.study import Job, Row, Study, mib, share
 from jdelta._src.api.schedule import of_text
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
 
 TARGETS = ("cuda:h100", "tpu:v5e:2x2")
+STEPS = (*(f"{model} batch 1, Adam" for model in order.MODELS), "resnet50 batch 32, Adam")
 HEADS = [
     "model",
     "batch",
@@ -41,11 +44,11 @@ HEADS = [
 ]
 
 
-def compiled(model: str, batch: int, target: str) -> dict[str, Any]:
+def compiled(step: str, target: str) -> dict[str, Any]:
     """The text of a compiled step, and what it takes; no text if the compiler refuses it."""
-    step, args = adam_step(model, batch)
+    fun, args = order.adam_step(**order.STEPS[step])
     where = resolve(target)
-    traced = jax.jit(step, donate_argnums=0).trace(*where.abstract(args))
+    traced = jax.jit(fun, donate_argnums=0).trace(*where.abstract(args))
     lowered = traced.lower(lowering_platforms=(where.platform,))
     program, measured = measure(lowered, where, executable=True)
     return {
@@ -56,20 +59,22 @@ def compiled(model: str, batch: int, target: str) -> dict[str, Any]:
     }
 
 
-def kept(directory: Path | None, model: str, batch: int, target: str) -> dict[str, Any]:
+def kept(directory: Path | None, step: str, target: str) -> dict[str, Any]:
     """The compiled step of that name in a directory; compiled, and put there, if it has none."""
     if directory is None:
-        return compiled(model, batch, target)
+        return compiled(step, target)
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{model}-{batch}-{target.replace(':', '-')}-{jax.__version__}.json.gz"
+    name = re.sub(r"\W+", "-", f"{step} {target} {jax.__version__}")
+    path = directory / f"{name}.json.gz"
     if not path.exists():
-        path.write_bytes(gzip.compress(json.dumps(compiled(model, batch, target)).encode()))
+        path.write_bytes(gzip.compress(json.dumps(compiled(step, target)).encode()))
     return json.loads(gzip.decompress(path.read_bytes()))
 
 
-def row(model: str, batch: int, target: str, directory: Path | None = None) -> Row:
+def row(step: str, target: str, directory: str | None = None) -> Row:
     """Reads what one compiled step holds in memory, and orders its instructions anew."""
-    figures = kept(directory, model, batch, target)
+    figures = kept(Path(directory) if directory else None, step, target)
+    figures |= order.STEPS[step]
     text = figures.pop("text")
     if not text:
         return {**figures, "refused": True}
@@ -123,5 +128,20 @@ def medians(rows: list[Row]) -> str:
 
 def tables(rows: list[Row]) -> str:
     """The rows as the docs show them."""
-    return study.table(HEADS, map(cells, rows)) + "\n\n" + medians(rows)
+    return study.table(HEADS, map(cells, rows), rows) + "\n\n" + medians(rows)
 
+
+def jobs(
+    step: Sequence[str] = STEPS,
+    target: Sequence[str] = TARGETS,
+) -> list[Job]:
+    return study.product(step, target)
+
+
+STUDY = Study(
+    "compiled_order",
+    "How much less could any order of a compiled step's operators make it allocate?",
+    jobs,
+    row,
+    tables,
+)

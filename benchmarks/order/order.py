@@ -1,35 +1,35 @@
 """Operator order and memory layout: jdelta against program order, a greedy planner and an ILP.
 
-Each step is traced by its shapes, not compiled: operators run one by one and write their results
-in full, as in PyTorch; weights are updated by Adam in place. Memory is what the step allocates
-beside its arguments. The integer program gets `--limit` seconds for its order alone. How time grows
-with the layers is told twice: in seconds, the least of three times, and in calls of functions,
-which no cache makes slower.
+Each step is traced by its shapes, not compiled; weights are updated by Adam in place. Memory is
+what the step allocates beside its arguments. Of published models operators run one by one and write
+their results in full, as in PyTorch. The integer program (MODeL's form) gets `--with limit=1800`
+seconds for its order alone. How time grows with the layers is told twice: in seconds, the least of
+three times, and in calls of functions, which no cache makes slower.
 
-    python -m benchmarks run order
+*small* steps have the operators that XLA would fuse them to for an H100 (one by one they are too
+many for the integer program): does jdelta find the best order too, where an integer program can?
 """
 
 import cProfile
 import dataclasses
-import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import optax
 
 from benchmarks import study
-from benchmarks.order.order import comparators
 from benchmarks.models import Case, find, identity
-from benchmarks.study import Row, mib
+from benchmarks.order import comparators
+from benchmarks.study import Job, Row, Study, mib
+from jdelta._src.backends.cuda import CUDA
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.order import Problem, arena, arrange, layout, places_taken, problem_of
 from jdelta._src.program.graph import graph_of
 
-NAMES = "resnet50 resnet101 bert-large t5-large vit-l gpt2-xl mixtral unet".split()
-BATCHES = (1, 32)
+MODELS = "resnet50 resnet101 bert-large t5-large vit-l gpt2-xl mixtral unet".split()
 HEADS = [
     "model",
     "batch",
@@ -47,9 +47,50 @@ HEADS = [
 ]
 
 
+SMALL_HEADS = [
+    "model",
+    "optimiser",
+    "operators",
+    "program order",
+    "jdelta",
+    "ILP",
+    "proven least",
+    "seconds of jdelta",
+    "of the ILP",
+    "times as fast",
+]
 SCALING = "gpt2-xl"
-TIMES = (1, 2, 4, 8)
 TRIES = 3
+REPEATS = 5
+
+STEPS = {
+    f"{model} batch {batch}, Adam": {"model": model, "batch": batch}
+    for batch in (1, 32)
+    for model in MODELS
+}
+"""From a label to the arguments of `adam_step`."""
+
+DEEPER = {
+    f"{SCALING} batch 1, {times} times the layers, Adam": {
+        "model": SCALING,
+        "batch": 1,
+        "layers": times,
+    }
+    for times in (2, 4, 8)
+}
+MLP = dataclasses.replace(find("mlp"), batch=64, width=256)
+SMALL = {
+    f"{label}, {optimizer}": (config, optimizer)
+    for label, config in {
+        "mlp, 1 layer": dataclasses.replace(MLP, layers=1),
+        "unet, 1 level": dataclasses.replace(find("unet").small(), levels=1),
+        "mlp, 2 layers": dataclasses.replace(MLP, layers=2),
+    }.items()
+    for optimizer in ("SGD", "Adam")
+}
+"""From a label to a model and its optimiser."""
+
+OPTIMIZERS: dict[str, Any] = {"SGD": optax.sgd, "Adam": optax.adam}
 
 Step = tuple[Callable[..., Any], Any]
 
@@ -95,17 +136,43 @@ def posed_by(made: Step, compiler: Compiler | None) -> Problem:
     return problem_of(graph, compiler, places_taken(graph, donated))
 
 
-def row(model: str, batch: int, layers: int, limit: float) -> Row:
-    """Plans one step; in the other ways too, unless it is one of more layers."""
-    posed = problem(model, batch, layers)
+def row(step: str, limit: float = 1800) -> Row:
+    """Orders one step in all ways; one of more layers, in jdelta's only.
+
+    Args:
+        step: A key of `STEPS`, `DEEPER` or `SMALL`.
+        limit: Seconds that the integer program may take.
+    """
+    if step in SMALL:
+        return small(step, limit)
+    arguments = {"layers": 1, **(STEPS.get(step) or DEEPER[step])}
+    posed = problem(**arguments)
     figures = {
+        **arguments,
         "operators": len(posed),
         "program_peak": posed.peak(posed.program),
         **min((planned(fresh(posed)) for _ in range(TRIES)), key=seconds),
     }
-    if model == SCALING:
+    if arguments["model"] == SCALING:
         figures["calls"] = calls(posed)
-    return figures if layers > 1 else {**figures, **others(posed, limit)}
+    return figures if step in DEEPER else {**figures, **others(posed, limit)}
+
+
+def small(step: str, limit: float) -> Row:
+    """Orders one small step in both ways."""
+    config, optimizer = SMALL[step]
+    posed = posed_by(step_of(config, OPTIMIZERS[optimizer](1e-3)), Compiler(CUDA))
+    taken = [seconds(planned(fresh(posed))) for _ in range(REPEATS)]
+    found = arrange(posed)
+    return {
+        "operators": len(posed),
+        "program_peak": posed.peak(posed.program),
+        "peak": found.peak,
+        "bound": found.bound,
+        "seconds": taken,
+        "limit": limit,
+        "ilp": dataclasses.asdict(comparators.integer_program(posed, limit)),
+    }
 
 
 def fresh(posed: Problem) -> Problem:
@@ -196,24 +263,61 @@ def means(rows: list[Row]) -> str:
     )
 
 
-def tables(rows: list[Row]) -> str:
-    """The rows as the docs show them."""
-    plain = [r for r in rows if r["layers"] == 1]
-    scaled = [
-        [
-            *(str(r[k]) for k in ("layers", "operators", "calls")),
-            f"{seconds(r):.2f}",
-        ]
-        for r in rows
-        if r["model"] == SCALING and r["batch"] == 1
+def faster(r: Row) -> float:
+    """How many times the seconds of jdelta the integer program took."""
+    return r["ilp"]["seconds"] / statistics.median(r["seconds"])
+
+
+def small_cells(r: Row) -> list[str]:
+    """One line of the table; sizes in KiB."""
+    ilp = r["ilp"]
+    return [
+        *(*r["step"].rsplit(", ", 1), str(r["operators"])),
+        *(f"{size / 2**10:.1f}" if size else "none" for size in (r["program_peak"], r["peak"])),
+        f"{ilp['peak'] / 2**10:.1f}" if ilp["peak"] else "none",
+        "yes" if ilp["optimal"] else "no",
+        f"{statistics.median(r['seconds']):.3f}",
+        f"{ilp['seconds']:.0f}",
+        f"{faster(r):.0f}",
     ]
-    return "\n\n".join(
-        [
-            study.table(HEADS, map(cells, plain)),
-            means(plain) if plain else "",
-            study.table(
-                [f"times the layers of {SCALING}", "operators", "calls", "seconds"], scaled
-            ),
-        ]
+
+
+def summary(rows: list[Row]) -> str:
+    """In how many steps both come to the same, and how much faster jdelta is there."""
+    proven = [r for r in rows if r["ilp"]["optimal"]]
+    equal = sum(r["peak"] == r["ilp"]["peak"] for r in proven)
+    times = f"{min(map(faster, proven)):.0f}" if proven else "-"
+    return (
+        f"proven least in {len(proven)} of {len(rows)}, jdelta's peak equal in {equal} of those, "
+        f"at least {times} times as fast"
     )
 
+
+def tables(rows: list[Row]) -> str:
+    """The rows as the docs show them: published models, more of their layers, and small steps."""
+    of_small = [r for r in rows if r["step"] in SMALL]
+    plain = [r for r in rows if r["step"] in STEPS]
+    scaled = [r for r in rows if r.get("model") == SCALING and r["batch"] == 1]
+    lines = [
+        [*(str(r[key]) for key in ("layers", "operators", "calls")), f"{seconds(r):.2f}"]
+        for r in scaled
+    ]
+    heads = [f"times the layers of {SCALING}", "operators", "calls", "seconds"]
+    parts = [study.table(HEADS, map(cells, plain), plain)]
+    parts += [means(plain)] if plain else []
+    parts += [study.table(heads, lines, scaled)]
+    parts += [study.table(SMALL_HEADS, map(small_cells, of_small), of_small), summary(of_small)]
+    return "\n\n".join(parts)
+
+
+def jobs(step: Sequence[str] = (*STEPS, *DEEPER, *SMALL)) -> list[Job]:
+    return [Job(label) for label in step]
+
+
+STUDY = Study(
+    "order",
+    "How much memory do jdelta's order and layout spare, beside those of other planners?",
+    jobs,
+    row,
+    tables,
+)

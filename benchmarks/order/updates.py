@@ -7,6 +7,7 @@ the peak, with Adam and no clipping: a global norm needs all gradients at once. 
     python -m benchmarks run updates --target cuda:h100
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,12 +16,12 @@ import optax
 from benchmarks import study
 from benchmarks.models import build, checkpoint
 from benchmarks.order.order import training
-from benchmarks.study import Row, mib, share
+from benchmarks.study import Job, Row, Study, mib, share
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
 from jdelta._src.passes.emit import Step, emit
 
-STEPS: dict[str, dict[str, Any]] = {
+_MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"batch": 1, "dropout": 0.0},
     "gpt2-large": {"batch": 1, "dropout": 0.0},
     "llama": {"batch": 1},
@@ -30,8 +31,12 @@ STEPS: dict[str, dict[str, Any]] = {
     "gpt2-xl": {"batch": 1, "dropout": 0.0},
     "mixtral": {"batch": 1},
 }
+STEPS: dict[str, dict[str, Any]] = {
+    f"{name} batch {options['batch']} scanned, Adam": {"name": name, **options}
+    for name, options in _MODELS.items()
+}
 TARGETS = ("cuda:h100", "tpu:v5e:2x2")
-LARGE = {("gpt2-xl", "tpu:v5e:2x2"), ("mixtral", "tpu:v5e:2x2")}
+LARGE = {(f"{name} batch 1 scanned, Adam", "tpu:v5e:2x2") for name in ("gpt2-xl", "mixtral")}
 """What a device of that target has no memory for; compiled for a larger one."""
 
 LARGER = "tpu:v5p:2x2x1"
@@ -46,7 +51,8 @@ HEADS = [
 
 def row(step: str, target: str) -> Row:
     """Compiles one step both ways."""
-    case = build(step, remat=checkpoint(step, prevent_cse=False), scan=True, **STEPS[step])
+    by_hand = checkpoint(STEPS[step]["name"], prevent_cse=False)
+    case = build(remat=by_hand, scan=True, **STEPS[step])
     train, args = training(case, optax.adam(1e-3))
     where = resolve(target)
     args = where.abstract(args)
@@ -70,5 +76,18 @@ def cells(r: Row) -> list[str]:
 
 def tables(rows: list[Row]) -> str:
     """The rows as the docs show them."""
-    return study.table(HEADS, map(cells, rows))
+    return study.table(HEADS, map(cells, rows), rows)
 
+
+def jobs(step: Sequence[str] = tuple(STEPS), target: Sequence[str] = TARGETS) -> list[Job]:
+    """What is too large for a device of its target is compiled for a larger one."""
+    return [Job(s, {"target": LARGER if (s, t) in LARGE else t}) for t in target for s in step]
+
+
+STUDY = Study(
+    "updates",
+    "What does it spare to update weights inside the backward loop?",
+    jobs,
+    row,
+    tables,
+)

@@ -50,7 +50,7 @@ def cells(r: Row) -> list[str]:
 
 
 def tables(rows: list[Row]) -> str:
-    """The rows as the docs show them: peaks in MiB, one table a target; and where plans are worth little."""
+    """The rows as the docs show them: peaks of each target, and where a plan gains little."""
     found = [peaks([r for r in rows if r["target"] == t]) for t in study.values(rows, "target")]
     lines = map(worth, study.grouped(rows).values())
     return "\n\n".join([*found, study.table(WORTH, lines, rows)])
@@ -101,7 +101,7 @@ WORTH = [
 
 
 def worth(rows: list[Row]) -> list[str]:
-    """One line: what bounds the plans of one step on one target, what they cost, and how long they take."""
+    """One line: what bounds the plans of one step, what they cost, and how long planning takes."""
     planned = sorted((r for r in rows if r.get("compiles")), key=lambda r: r["share"])
     if not planned:
         return [rows[0]["step"], rows[0]["target"], refusal(rows[0]), "", "", "", ""]

@@ -2,7 +2,7 @@
 
 The batch doubles, from the step's own if that fits, until the program does not fit, then is
 bisected until the bracket is within 1 in 32. A program fits if the compiler accepts it, its peak is
-at most the memory, which `--memory 16GiB` caps, and what it offloads fits into host memory. Methods:
+at most the memory, which `--memory` caps, and what it offloads fits into host memory. Methods:
 "plain"; "hand" (the best of the hand policies that suit the step); "found" (jdelta at any predicted
 overhead, with units that it finds); "found 10%" (at no more than 10 % of the plain step); "marked"
 and "marked 10%" (the same with the units that the model marks). What a plan adds are predicted

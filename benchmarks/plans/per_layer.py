@@ -26,9 +26,9 @@ def row(step: str, target: str, share: float) -> Row:
     """Plans one step to a share of the plain step's peak, both ways."""
     budget = int(share * cases.traced(steps.build(step), target).measured.peak)
     plans = {
-        way: cases.plan(
-            steps.build(step, remat=jdelta.remat), budget, target, per_layer=per_layer
-        )[0]
+        way: cases.plan(steps.build(step, remat=jdelta.remat), budget, target, per_layer=per_layer)[
+            0
+        ]
         for way, per_layer in WAYS.items()
     }
     return {"budget": budget, **plans}

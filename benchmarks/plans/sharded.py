@@ -107,9 +107,7 @@ def tables(rows: list[Row]) -> str:
     return study.table(HEADS, map(cells, rows), rows)
 
 
-def jobs(
-    step: Sequence[str] = tuple(STEPS), share: Sequence[float] = SHARES
-) -> list[Job]:
+def jobs(step: Sequence[str] = tuple(STEPS), share: Sequence[float] = SHARES) -> list[Job]:
     """Each step on the devices that it is cut over."""
     return [Job(s, {"target": STEPS[s].target, "share": part}) for s in step for part in share]
 

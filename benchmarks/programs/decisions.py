@@ -6,19 +6,18 @@ user could see: decisions, peaks, bytes on the host, predicted overhead; of a re
 
     python -m benchmarks run decisions --json before.json      before the change
     python -m benchmarks run decisions --json after.json       after it
-    python -m benchmarks run decisions --json after.json --compare before.json
+    python -m benchmarks table decisions --json before.json --json after.json
 """
 
 import contextlib
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import jdelta
 from benchmarks import study
-from benchmarks.study import Row
+from benchmarks.study import Job, Row, Study
 from tests.programs import PROGRAMS, unmarked
 from tests.stand_in import lowering_to_itself, saying_what_is_predicted
 
@@ -79,29 +78,47 @@ def row(step: str, target: str, compiler: str) -> Row:
     }
 
 
-def jobs() -> list[dict[str, str]]:
-    """With the stand-in the targets take turns."""
-    turns = zip(STEPS, itertools.cycle(TARGETS), strict=False)
-    simulated = [{"step": s, "target": target, "compiler": STAND_IN} for s, target in turns]
-    compiled = [
-        {"step": step, "target": target, "compiler": REAL}
-        for target, steps in COMPILED.items()
-        for step in steps
-    ]
-    return simulated + compiled
+HEADS = ("step", "target", "compiler", "what", "before", "after")
 
 
-def differences(before: list[Row], after: list[Row]) -> list[list[str]]:
-    """One line for each figure of a row that is not what it was."""
-    apart = {"jax", "commit"}
-    key = ("step", "target", "compiler")
-    old = {tuple(r[k] for k in key): r for r in before}
+def differences(rows: list[Row]) -> list[list[str]]:
+    """One line for each figure of a job's last row that is not what it was in its first."""
     lines: list[list[str]] = []
-    for r in after:
-        was = old.get(tuple(r[k] for k in key), {})
-        for field in sorted((r.keys() | was.keys()) - apart):
-            if r.get(field) != was.get(field):
-                values = (str(x.get(field))[:40] for x in (was, r))
-                lines.append([*(r[k] for k in key), field, *values])
+    for job, (was, *later) in study.grouped(rows, "compiler").items():
+        now = later[-1] if later else was
+        for figure in sorted((now.keys() | was.keys()) - {"jax", "commit"}):
+            if now.get(figure) != was.get(figure):
+                values = (str(r.get(figure))[:40] for r in (was, now))
+                lines.append([*job, figure, *values])
     return lines
 
+
+def tables(rows: list[Row]) -> str:
+    """What is decided differently by the last rows than by the first, and how much that is."""
+    found = differences(rows)
+    plans = len(study.grouped(rows, "compiler"))
+    shown = study.table(HEADS, found, rows)
+    return f"{shown}\n\nDecided differently: {len(found)} figures of {plans} plans."
+
+
+def jobs(step: Sequence[str] = STEPS, compiler: Sequence[str] = (STAND_IN, REAL)) -> list[Job]:
+    """With the stand-in the targets take turns."""
+    turns = dict(zip(STEPS, itertools.cycle(TARGETS), strict=False))
+    simulated = [Job(s, {"target": t, "compiler": STAND_IN}) for s, t in turns.items()]
+    compiled = [
+        Job(s, {"target": target, "compiler": REAL})
+        for target, some in COMPILED.items()
+        for s in some
+    ]
+    chosen = set(step) if step != STEPS else {job.label for job in simulated + compiled}
+    every = simulated + compiled
+    return [j for j in every if j.label in chosen and j.arguments["compiler"] in compiler]
+
+
+STUDY = Study(
+    "decisions",
+    "Does a change of the code change what is decided about forty steps?",
+    jobs,
+    row,
+    tables,
+)

@@ -2,18 +2,14 @@
 
 On the CPU each step runs plain, with everything recomputed and at half of its peak, and all that
 comes out is compared. For compilers of accelerators it is planned to 60 % of its peak. Needs
-`benchmarks/packages-requirements.txt`; by hand, not a part of the tests: the table of
-`docs/packages.md` is made by
-
-    python -m benchmarks run packages --write docs/packages.md
+`benchmarks/programs/packages-requirements.txt`; by hand, not a part of the tests.
 """
 
 import importlib.metadata
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +18,7 @@ import numpy as np
 import jdelta
 from benchmarks import study
 from benchmarks.programs.package_steps import BUILDERS, PackageStep
-from benchmarks.study import Row, mib
+from benchmarks.study import Job, Row, Study, mib
 from jdelta._src.backends.target import resolve
 
 TARGETS = ("cpu", "tpu:v5e:2x2", "cuda:h100")
@@ -34,11 +30,11 @@ OTHER_HEADS = [
     *("package's step", "target", "plain", "budget", "peak", "plan / compile"),
     *("names", "with a path", "longest", "roots twice"),
 ]
-BEGIN, END = "<!-- packages -->", "<!-- /packages -->"
 
 
 def row(step: str, target: str) -> Row:
     """Everything known of one step on one target; "error" where the step itself does not run."""
+    warnings.simplefilter("ignore")  # those of the packages
     builder = BUILDERS[step]
     try:
         version = importlib.metadata.version(builder.distribution)
@@ -195,14 +191,27 @@ def elsewhere(r: Row) -> list[str]:
 
 def tables(rows: list[Row]) -> str:
     """The rows as the docs show them."""
-    here = [on_cpu(r) for r in rows if r["target"] == "cpu"]
-    others = [elsewhere(r) for r in rows if r["target"] != "cpu"]
-    return "\n\n".join([study.table(CPU_HEADS, here), study.table(OTHER_HEADS, others)])
+    here = [r for r in rows if r["target"] == "cpu"]
+    others = [r for r in rows if r["target"] != "cpu"]
+    return "\n\n".join(
+        [
+            study.table(CPU_HEADS, map(on_cpu, here), here),
+            study.table(OTHER_HEADS, map(elsewhere, others), others),
+        ]
+    )
 
 
-def write(page: Path, text: str) -> None:
-    """Puts the tables between their marks on a page."""
-    before, _, rest = page.read_text("utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", "utf-8")
+def jobs(
+    step: Sequence[str] = tuple(BUILDERS),
+    target: Sequence[str] = TARGETS,
+) -> list[Job]:
+    return study.product(step, target)
 
+
+STUDY = Study(
+    "packages",
+    "Are steps of packages that nobody here wrote planned, right, and in time?",
+    jobs,
+    row,
+    tables,
+)

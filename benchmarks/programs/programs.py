@@ -5,28 +5,25 @@ around the same units by hand; what jdelta comes to for the peak by hand and a f
 plan for 60 % of the plain peak, its use of the budget, predicted overhead, compiles and seconds, of
 which XLA takes a part. What is not right is named. Nothing is run on a device.
 
-    python -m benchmarks run programs --only layers.mlp
-
-A row that is already in the JSON file is not run again, so an interrupted run resumes.
+    python -m benchmarks run programs --step layers.mlp
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 import jdelta
-from benchmarks import cases, study
-from benchmarks.study import Row, mib, share
+from benchmarks import cases, steps, study
+from benchmarks.study import Job, Row, Study, mib, share
 from jdelta._src._jax.sharding import shardings_of
 from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
 from jdelta._src.backends.target import resolve
 from jdelta._src.program.graph import graph_of
 from tests.programs import PROGRAMS, Program, unmarked
 
-TARGETS = ("tpu:v5e:2x2", "cuda:h100")
 SHARE = 0.6
 """Of the plain step's peak: the budget of the plan."""
 
@@ -39,7 +36,7 @@ USED = 0.85
 COMPILE = "/jax/core/compile/backend_compile_duration"
 """What JAX calls the seconds of a compiler."""
 
-LARGE = {name: found for name, found in PROGRAMS.items() if found.large}
+LARGE = tuple(name for name, found in PROGRAMS.items() if found.large)
 
 
 def built(program: Program, remat: Callable[..., Any], target: str) -> cases.Program:
@@ -218,9 +215,24 @@ def tables(rows: list[Row]) -> str:
     """The rows as the docs show them: a summary, what is not right, and all of them."""
     return "\n\n".join(
         [
-            study.table(SUMMARY, summary(rows)),
-            study.table(("step", "target", "what is not right"), failed(rows)),
-            study.table(HEADS, map(cells, rows)),
+            study.table(SUMMARY, summary(rows), rows),
+            study.markdown(("step", "target", "what is not right"), failed(rows)),
+            study.table(HEADS, map(cells, rows), rows),
         ]
     )
 
+
+def jobs(
+    step: Sequence[str] = LARGE,
+    target: Sequence[str] = steps.TWO_TARGETS,
+) -> list[Job]:
+    return study.product(step, target)
+
+
+STUDY = Study(
+    "programs",
+    "Is every promise kept for every step of the zoo?",
+    jobs,
+    row,
+    tables,
+)

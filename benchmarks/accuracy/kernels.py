@@ -11,11 +11,11 @@ Results (jax 0.12.0.1, CUDA 13 plug-in) stand in docs/how-it-works.md: other ker
 operations, so other buffers have to be packed, and a large one finds a gap or does not.
 """
 
-from benchmarks import cases, steps, study
-from benchmarks.device.device import device
+from collections.abc import Sequence
+
+from benchmarks import cases, policies, steps, study
 from benchmarks.plans.budgets import refusal
-from benchmarks.policies import plain
-from benchmarks.study import Row, mib
+from benchmarks.study import Job, Row, Study, mib
 from jdelta import remat
 from jdelta._src.hlo.measure import measure
 
@@ -31,13 +31,13 @@ def row(step: str, target: str, variant: str) -> Row:
     """Compile a program of a step both ways."""
     if variant == PLAN:
         case = steps.build(step, remat=remat)
-        budget = int(0.3 * plain(step, target).measured.peak)
+        budget = int(0.3 * policies.plain(step, target).measured.peak)
         figures, plan = cases.plan(case, budget, target)
         if plan is None:
             return figures
         program = cases.planned(case, plan)
     else:
-        program = device.traced(step, variant, target)
+        program = policies.variant(variant, step, target)
         assert not isinstance(program, str), program
     options = {**program.options, **NO_TRITON}
     _, other = measure(program.lower(), program.target, options)
@@ -54,5 +54,21 @@ def cells(r: Row) -> list[str]:
 
 def tables(rows: list[Row]) -> str:
     """The rows as the docs show them."""
-    return study.table(HEADS, map(cells, rows))
+    return study.table(HEADS, map(cells, rows), rows)
 
+
+def jobs(
+    step: Sequence[str] = NAMES,
+    target: Sequence[str] = TARGETS,
+    variant: Sequence[str] = VARIANTS,
+) -> list[Job]:
+    return study.product(step, target, variant=variant)
+
+
+STUDY = Study(
+    "kernels",
+    "How far do peaks depend on whose kernels XLA:GPU takes for products?",
+    jobs,
+    row,
+    tables,
+)
