@@ -75,10 +75,13 @@ class Study:
         """Where its rows are kept."""
         return RESULTS / f"{self.name}.json"
 
+    def others(self) -> list[Path]:
+        """Files of its rows that are each of another device."""
+        return sorted(RESULTS.glob(f"{self.name}-*.json"))
+
     def rows(self) -> list[Row]:
         """All rows that are kept."""
-        files = [self.file, *sorted(RESULTS.glob(f"{self.name}-*.json"))]
-        return [row for path in files for row in load(path)]
+        return [row for path in (self.file, *self.others()) for row in load(path)]
 
     def run(self, jobs: Iterable[Job], path: Path, **settings: Any) -> list[Row]:
         """Makes the rows that a file lacks, showing progress.

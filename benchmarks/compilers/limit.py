@@ -17,7 +17,7 @@ import functools
 from collections.abc import Sequence
 
 from benchmarks import cases, steps, study
-from benchmarks.study import Job, Row, Study, mib, share
+from benchmarks.study import Job, Row, Study, mib
 from jdelta import remat
 from jdelta._src.hlo.measure import measure
 
@@ -25,7 +25,11 @@ STEP, TARGET = "mlp", "tpu:v5e:2x2"
 GIB_LEFT = (None, 6, 5, 4, 3, 2, 0)
 NO_REMAT = {"xla_tpu_rematerialization_min_size_in_bytes": str(1 << 62)}
 EXACTLY = {"xla_tpu_scheduler_percent_shared_memory_limit": "100"}
-HEADS = ("GiB left", "XLA's own recompute", "peak", "host", "planned", "compute s", "hidden")
+LEFT = {None: "all (16 GiB)", 0: "none"}
+HEADS = (
+    *("memory left to the scheduler", "peak / host, XLA's own recompute on", "compute"),
+    *("peak / host, off", "compute"),
+)
 
 
 @functools.cache
@@ -56,17 +60,23 @@ def _all_but(left: int, program: cases.Program) -> str:
     return str(program.target.memory - left * 2**30)
 
 
-def cells(r: Row) -> list[str]:
-    """One line of the table; sizes in MiB."""
-    left = "all" if r["left"] is None else str(r["left"])
-    sizes = (mib(r[key]) for key in ("peak", "host", "planned"))
-    seconds, hidden = f"{r['compute']:.3f}", share(r["hidden"], 1.0)
-    return [left, "on" if r["recompute"] else "off", *sizes, seconds, hidden]
-
-
 def tables(rows: list[Row]) -> str:
-    """The rows as the docs show them."""
-    return study.table(HEADS, map(cells, rows), rows)
+    """The rows as the docs show them, what is left to the scheduler line by line; sizes in MiB."""
+    found = {(r["left"], r["recompute"]): r for r in rows}
+    lines = [
+        [
+            LEFT.get(left, f"{left} GiB"),
+            *(cell for on in (True, False) for cell in _cells(found.get((left, on)))),
+        ]
+        for left in study.values(rows, "left")
+    ]
+    return study.table(HEADS, lines, rows)
+
+
+def _cells(r: Row | None) -> list[str]:
+    return (
+        [f"{mib(r['peak'])} / {mib(r['host'])}", f"{r['compute']:.3f} s"] if r else ["not run", ""]
+    )
 
 
 def jobs(left: Sequence[int | None] = GIB_LEFT) -> list[Job]:

@@ -27,7 +27,6 @@ from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
 
 TARGETS = ("cuda:h100", "tpu:v5e:2x2")
-STEPS = (*(f"{model} batch 1, Adam" for model in order.MODELS), "resnet50 batch 32, Adam")
 HEADS = [
     "model",
     "batch",
@@ -132,7 +131,7 @@ def tables(rows: list[Row]) -> str:
 
 
 def jobs(
-    step: Sequence[str] = STEPS,
+    step: Sequence[str] = tuple(order.STEPS),
     target: Sequence[str] = TARGETS,
 ) -> list[Job]:
     return study.product(step, target)
