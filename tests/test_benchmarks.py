@@ -12,10 +12,10 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks import __main__, cases, models, policies, steps, study
-from benchmarks.accuracy import pins, prices, simulation
-from benchmarks.device import copying, device, resident, throttled, turns
+from benchmarks.accuracy import peaks, prices
+from benchmarks.device import device, spill, turns
 from benchmarks.order import compiled_order, order
-from benchmarks.plans import hand_policies, max_batch, per_layer, savings, unmarked
+from benchmarks.plans import grouping, hand_policies, max_batch, savings
 from benchmarks.programs import decisions, programs
 from benchmarks.study import Job, Study
 from jdelta import TargetError
@@ -153,7 +153,7 @@ def test_a_label_means_one_program():
 
 def test_plain_peaks_of_one_label_agree():
     peaks = {}
-    for name in ("budgets", "sweep", "savings", "kernels"):
+    for name in ("budgets", "savings", "peaks"):
         for r in STUDIES[name].rows():
             plain = r.get("plain", r.get("triton") if r.get("variant") == "plain" else None)
             plain = plain["peak"] if isinstance(plain, dict) else plain
@@ -335,58 +335,60 @@ def test_savings():
 
 def test_simulation():
     rows = [
-        {**STEP, "kept": kept, **simulation.row(**STEP, kept=kept)} for kept in (None, 0.0, 0.6)
+        {**job, **peaks.row(**job)}
+        for job in ({**STEP, "what": "simulated", "kept": kept} for kept in (None, 0.0, 0.6))
     ]
     plain, floor, plan = (r["compiled"] for r in rows)
     assert floor < plan < plain
     assert [r["simulated"] for r in rows] == pytest.approx([plain, floor, plan], rel=0.3)
-    table = simulation.tables(rows)
+    table = peaks.tables(rows)
     assert table.count("not run") == 2
     assert "Median of the plans' errors" in table
 
 
 def test_prices_of_a_step_and_of_plans():
     plain, plan, error = (
-        {**STEP, "share": share, **prices.row(**STEP, share=share)} for share in (None, 0.6, 0.01)
+        {**job, **prices.row(**job)}
+        for job in ({**STEP, "what": "steps", "share": share} for share in (None, 0.6, 0.01))
     )
     assert plain["traced"] == pytest.approx(plain["compiled"], rel=0.5)
     assert 0 < plan["estimate"] < 1
     assert 0 < plan["traced"] < 1
-    refused = {**STEP, "share": None, "traced": 1.0}
+    refused = {**STEP, "what": "steps", "share": None, "traced": 1.0}
     slow = {**plain, "cycles": 2 * plain["traced"]}
     table = prices.tables([plain, slow, refused, plan, {**plan, "compiled": None}, error])
     assert table.count("-50%") == table.count("refused") == table.count("below floor") == 1
 
 
 def test_what_single_values_are_worth():
-    pins.staged.cache_clear()
-    values = pins.values("tiny", "cpu", "*")
-    rows = [
-        {**STEP, "base": base, "value": value, **pins.row(**STEP, base=base, value=value)}
-        for base in pins.BASES
-        for value in values
-    ]
+    prices.staged.cache_clear()
+    values = prices.values("tiny", "cpu", "*")
+    jobs = [{**STEP, "what": "values", "base": base, "unit": "*"} for base in prices.BASES]
+    rows = [{**job, **r} for job in jobs for r in prices.row(**job)]
+    assert [r["value"] for r in rows] == [*values, *values]
     assert all(r["priced"] > 0 for r in rows if r["value"].endswith("dot_general"))
-    assert all(r["bytes"] >= pins.SMALLEST for r in rows)
-    assert [line[3] for line in pins.summary(rows)] == [str(len(values))] * 2
+    assert all(r["bytes"] >= prices.SMALLEST for r in rows)
+    assert [line[3] for line in prices.summary(rows)] == [str(len(values))] * 2
     exact = [{**r, "compiled": r["priced"]} for r in rows]
-    assert [line[-2:] for line in pins.summary(exact)] == [["0.00", "1.00"]] * 2
+    assert [line[-2:] for line in prices.summary(exact)] == [["0.00", "1.00"]] * 2
 
 
 def test_marked_and_unmarked_plans():
-    rows = [{**STEP, "share": share, **unmarked.row(**STEP, share=share)} for share in (0.6, 0.01)]
+    jobs = [{**STEP, "what": "regions", "share": share} for share in (0.6, 0.01)]
+    rows = [{**job, **grouping.row(**job)} for job in jobs]
     for units in steps.UNITS:
         assert rows[0][units]["compiled_peak"] <= rows[0]["budget"]
         assert rows[0][units]["price"]["seconds"] > rows[0]["plain_seconds"]
-    table = unmarked.tables(rows)
+    table = grouping.tables(rows)
     assert table.count("below floor") == 2
 
 
 def test_layers_decided_alike_and_apart():
-    rows = [{**STEP, "share": share, **per_layer.row(**STEP, share=share)} for share in (0.6, 0.01)]
-    for way in per_layer.WAYS:
+    jobs = [{**STEP, "what": "layers", "share": share} for share in (0.6, 0.01)]
+    rows = [{**job, **grouping.row(**job)} for job in jobs]
+    for way in grouping.LAYERS:
         assert rows[0][way]["compiled_peak"] <= rows[0]["budget"]
-    assert per_layer.tables(rows).count("below floor") == 2
+    assert grouping.tables(rows).count("below floor") == 2
 
 
 def test_every_step_gets_its_savings_and_deltas_also_the_papers():
@@ -414,32 +416,32 @@ def test_the_rule_written_out_twice(bandwidth):
         [0.02 + 0.01 * (k % 2) for k in range(12)],
     )
     scopes = [Scope(f"{k}", *both) for k, both in enumerate(zip(sizes, seconds, strict=True))]
-    found = throttled.predicted_scopes(sizes, seconds, bandwidth)
+    found = spill.predicted_scopes(sizes, seconds, bandwidth)
     assert found == hidden_scopes(scopes, bandwidth, math.inf)
     assert found > 0
 
 
 def test_copies_to_the_pool_have_rates(monkeypatch):
-    monkeypatch.setattr(copying, "SIZE", copying.BLOCK)
-    rates = copying.row("copies", 64)
+    monkeypatch.setattr(spill, "SIZE", spill.BLOCK)
+    rates = spill.row("copies", "copies", offset=64)
     assert set(rates) == {"in", "out", "numpy"}
     assert all(1e6 < rate < 1e13 for rate in rates.values())
-    offset, *shown = copying.cells({"offset": 64, **rates})
+    offset, *shown = spill.copy_cells({"offset": 64, **rates})
     assert (offset, float(shown[0])) == ("64", pytest.approx(rates["in"] / 1e9, abs=0.06))
 
 
 def test_steps_spill_in_turns_with_steps_that_keep(monkeypatch, tmp_path):
     small = {"layers": 2, "width": 64, "heads": 2, "batch": 8, "length": 64}
-    monkeypatch.setitem(throttled.STEPS, "small", small)
-    monkeypatch.setitem(throttled.DEVICES, "quick", {"adapter": "memory", "least": "1KiB"})
-    monkeypatch.setattr(throttled, "rates_of", lambda spill: SpillRates(1e12, 1e12))
-    job = {"step": "small", "device": "quick", "directory": str(tmp_path)}
-    r = {**job, **throttled.row(**job, repeats=2), "jax": jax.__version__}
+    monkeypatch.setitem(spill.STEPS, "small", small)
+    monkeypatch.setitem(spill.DEVICES, "quick", {"adapter": "memory", "least": "1KiB"})
+    monkeypatch.setattr(spill, "rates_of", lambda spill: SpillRates(1e12, 1e12))
+    job = {"step": "small", "what": "devices", "device": "quick", "directory": str(tmp_path)}
+    r = {**job, **spill.row(**job, repeats=2), "jax": jax.__version__}
     spilled = sum(r["scopes"][: r["rule"]])
     assert 0.9 * spilled < r["written"] <= spilled  # what enters a unit may not be read
-    assert r["counters"]["planned"] == (throttled.WARMUP + 2) * r["written"]
+    assert r["counters"]["planned"] == (spill.WARMUP + 2) * r["written"]
     assert len(r["keep"]["seconds"]) == len(r["spill"]["seconds"]) == 2
-    assert len(throttled.cells(r)) == len(throttled.HEADS)
+    assert len(spill.device_cells(r)) == len(spill.HEADS)
 
 
 def test_resident_memory_is_that_beyond_the_framework():
@@ -449,7 +451,7 @@ def test_resident_memory_is_that_beyond_the_framework():
         {"step": "nano", "way": way, "resident": peak, "loss": 1.0, "files": "", "jax": ""}
         for way, peak in peaks.items()
     ]
-    assert resident.cells(rows[2], rows)[2:5] == ["700", "400", "60.0%"]
+    assert spill.process_cells(rows[2], rows)[2:5] == ["700", "400", "60.0%"]
 
 
 def test_order_of_a_compiled_step(tmp_path, monkeypatch):

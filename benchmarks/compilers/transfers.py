@@ -5,13 +5,21 @@ is six iterations of a layer with one small residual after much compute. Each ro
 when transfers happen. Temporaries and host bytes are the compiler's, ahead of time; what is hidden
 is read off its schedule at the rates of `jdelta/_src/backends/chips.py`.
 
-    python -m benchmarks run transfers
+*told of less*: the MLP (8 unrolled layers, batch 32768) is planned to a budget below what recompute
+alone reaches, so that what enters its layers is on the host, in slots of host arrays. The plan's
+program is compiled for a TPU with other options than the plan's own:
+`xla_tpu_user_reserved_hbm_bytes` leaves the scheduler so much memory, and XLA's own
+rematerialisation is on or off. Compute is read off the schedule, where more of it is recompute that
+nobody planned.
+
+    python -m benchmarks run transfers --target tpu:v5e:2x2
 
 Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in 0.12.0.1) stand in docs/how-it-works.md.
 What follows from them stands in `transfer_timing.py`, `host_slots.py` and `emit.py` of
 `jdelta/_src/passes`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +27,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks import steps, study
-from benchmarks.study import Job, Row, Study
+from benchmarks import cases, steps, study
+from benchmarks.study import Job, Row, Study, mib
+from jdelta import remat
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
 
@@ -28,6 +37,17 @@ LAYERS, ROWS, WIDTH = 16, 16384, 1024
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 LIMIT = 2**30
 """Device memory that the soft limit leaves, bytes."""
+
+MLP, TPU = "mlp", "tpu:v5e:2x2"
+GIB_LEFT = (None, 6, 5, 4, 3, 2, 0)
+NO_REMAT = {"xla_tpu_rematerialization_min_size_in_bytes": str(1 << 62)}
+EXACTLY = {"xla_tpu_scheduler_percent_shared_memory_limit": "100"}
+LEFT = {None: "all (16 GiB)", 0: "none"}
+LIMIT_HEADS = (
+    *("memory left to the scheduler", "peak / host, XLA's own recompute on", "compute"),
+    *("peak / host, off", "compute"),
+)
+
 
 Arrays = Sequence[Any]
 tie = lax.optimization_barrier
@@ -170,7 +190,12 @@ STEPS: dict[str, Callable[..., Any]] = {
 }
 
 
-def row(step: str, target: str, limited: bool) -> Row:
+def row(step: str, **asked: Any) -> Row:
+    """Compiles one way to offload for one target, or a plan's program for less memory."""
+    return (told_of if step == MLP else said)(step, **asked)
+
+
+def said(step: str, target: str, limited: bool) -> Row:
     """Compiles one way to say it for one target."""
     where = resolve(target)
     pair = (jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),) * 2
@@ -185,8 +210,43 @@ def row(step: str, target: str, limited: bool) -> Row:
     }
 
 
+@functools.cache
+def planned(step: str) -> tuple[cases.Program, int]:
+    """The program to compile, and its planned host bytes."""
+    case = steps.build(step, remat=remat)
+    _, plan = cases.plan(case, "3.5GiB", TPU)
+    assert plan is not None
+    return cases.planned(case, plan), plan.host_bytes
+
+
+def told_of(step: str, left: int | None, recompute: bool) -> Row:
+    """Compiles the plan's program once, with so many GiB left to the scheduler."""
+    program, host_bytes = planned(step)
+    reserved = {} if left is None else {"xla_tpu_user_reserved_hbm_bytes": _all_but(left, program)}
+    options = {**reserved, **EXACTLY, **({} if recompute else NO_REMAT)}
+    _, measured = measure(program.lower(), program.target, options)
+    return {
+        "peak": measured.peak,
+        "host": measured.host,
+        "planned": host_bytes,
+        "compute": measured.overlap.compute,
+        "hidden": measured.overlap.hidden,
+    }
+
+
+def _all_but(left: int, program: cases.Program) -> str:
+    return str(program.target.memory - left * 2**30)
+
+
 def tables(rows: list[Row]) -> str:
-    """The rows as the docs show them: temporaries and host bytes in MiB."""
+    """The rows as the docs show them: by ways to say it, and by what the scheduler is told."""
+    of_ways = [r for r in rows if r["step"] != MLP]
+    of_limits = [r for r in rows if r["step"] == MLP]
+    return f"{ways(of_ways)}\n\n{limits(of_limits)}"
+
+
+def ways(rows: list[Row]) -> str:
+    """One line for each way to say it: temporaries and host bytes in MiB."""
     columns = list(dict.fromkeys((r["target"], r["limited"]) for r in rows))
     heads = [f"{t}{', 1 GiB left' if limited else ''}" for t, limited in columns]
     found = {(r["step"], r["target"], r["limited"]): r for r in rows}
@@ -201,21 +261,44 @@ def _cell(r: Row) -> str:
     return f"{r['temporaries'] >> 20} / {r['host'] >> 20}"
 
 
+def limits(rows: list[Row]) -> str:
+    """One line for each memory that is left to the scheduler; sizes in MiB."""
+    found = {(r["left"], r["recompute"]): r for r in rows}
+    lines = [
+        [
+            LEFT.get(left, f"{left} GiB"),
+            *(cell for on in (True, False) for cell in _at(found.get((left, on)))),
+        ]
+        for left in study.values(rows, "left")
+    ]
+    return study.table(LIMIT_HEADS, lines, rows)
+
+
+def _at(r: Row | None) -> list[str]:
+    return (
+        [f"{mib(r['peak'])} / {mib(r['host'])}", f"{r['compute']:.3f} s"] if r else ["not run", ""]
+    )
+
+
 def jobs(
-    step: Sequence[str] = tuple(STEPS), target: Sequence[str] = steps.TWO_TARGETS
+    step: Sequence[str] = (*STEPS, MLP), target: Sequence[str] = steps.TWO_TARGETS
 ) -> list[Job]:
-    """With all memory, and on TPUs with a limit too."""
-    return [
+    """On TPUs with all memory and with a limit; the plan's program with several limits."""
+    made = [
         Job(s, {"target": t, "limited": limited})
         for s in step
+        if s != MLP
         for t in target
         for limited in ((False, True) if t.startswith("tpu") else (False,))
     ]
+    if MLP in step and TPU in target:
+        made += [Job(MLP, {"left": n, "recompute": on}) for on in (True, False) for n in GIB_LEFT]
+    return made
 
 
 STUDY = Study(
     "transfers",
-    "What do the compilers make of offload, said in each way that there is?",
+    "What do the compilers make of offload, said in each way, and told of less and less memory?",
     jobs,
     row,
     tables,

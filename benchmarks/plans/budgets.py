@@ -1,31 +1,60 @@
-"""Plans of training steps at shares of the plain step's peak, on two compilers.
+"""Plans of training steps at shares of the plain step's peak.
 
 For each step and target it compiles the plain step, plans to a share of its peak, and records what
 was predicted, what the real compiler says (ahead of time, no hardware), how many compiles each plan
 took, and the floor where the budget is below it. Predicted seconds are predictions.
 
-A plan that fits seldom needs the floor compiled; `--share 0.01` has all floors compiled.
+*shares* are 80, 60, 50 and 40 %: a table of peaks for each target, and one that says where a plan
+gains little. A plan that fits seldom needs the floor compiled; `--share 0.01` has all of them
+compiled.
 
-The first tables are peaks, one a target; the last one says where a plan gains little.
+*sweep* is twenty budgets from 5 to 100 %: is each plan within its budget, and does a larger budget
+ever make a plan slower?
+
+*sharded* are steps of Llama 3 cut over many devices, all of it per device; the share is one of the
+device's memory where that is less than the plain peak.
+
+    python -m benchmarks run budgets --what shares --target cuda:h100
 """
 
+import functools
+import itertools
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jdelta
 from benchmarks import cases, steps, study
+from benchmarks.models import Case
+from benchmarks.plans import sharded
 from benchmarks.study import Job, Row, Study, bound, mib, share
+from jdelta._src.backends.target import resolve
 
-SHARES = (0.8, 0.6, 0.5, 0.4)
+SHARES = {
+    "shares": (0.8, 0.6, 0.5, 0.4),
+    "sweep": tuple(i / 20 for i in range(1, 21)),
+    "sharded": (0.9, 0.7, 0.5),
+}
+"""By what is asked, the budgets of plans."""
 
 
-def row(step: str, target: str, share: float) -> Row:
-    """Plan one step to a share of the plain step's peak."""
-    plain = cases.traced(steps.build(step), target).measured.peak
-    case = steps.build(step, remat=jdelta.remat)
+def row(step: str, what: str, target: str, share: float) -> Row:
+    """Plans one step to a share of the plain step's peak, or of the device if that has less."""
+    if what == "sharded":
+        cut = functools.partial(sharded.case, sharded.STEPS[step])
+        return planned(cut, target, share, resolve(target).memory)
+    return planned(functools.partial(steps.build, step), target, share, None)
+
+
+def planned(build: Callable[..., Case], target: str, share: float, memory: int | None) -> Row:
+    """What becomes of a step under a share of its plain peak; at most of so many bytes."""
+    plain = cases.traced(build(), target).measured
+    room = plain.peak if memory is None else min(plain.peak, memory)
+    case = build(remat=jdelta.remat)
     start = time.perf_counter()
-    figures, _ = cases.plan(case, int(share * plain), target)
-    return {"plain": plain, **figures, "seconds": time.perf_counter() - start}
+    figures, _ = cases.plan(case, int(share * room), target)
+    seconds = time.perf_counter() - start
+    return {"plain": plain.peak, "plain_refused": plain.refused, **figures, "seconds": seconds}
 
 
 HEADS = "step target budget plain floor predicted compiled error use overhead compiles".split()
@@ -50,10 +79,13 @@ def cells(r: Row) -> list[str]:
 
 
 def tables(rows: list[Row]) -> str:
-    """The rows as the docs show them: peaks of each target, and where a plan gains little."""
-    found = [peaks([r for r in rows if r["target"] == t]) for t in study.values(rows, "target")]
-    lines = map(worth, study.grouped(rows).values())
-    return "\n\n".join([*found, study.table(WORTH, lines, rows)])
+    """The rows as the docs show them, table by table."""
+    of = {what: [r for r in rows if r["what"] == what] for what in SHARES}
+    shares, sweep, cut = of.values()
+    found = [peaks([r for r in shares if r["target"] == t]) for t in study.values(shares, "target")]
+    found.append(study.table(WORTH, map(worth, study.grouped(shares).values()), shares))
+    found.append(study.table(VERDICT, map(verdict, study.grouped(sweep).values()), sweep))
+    return "\n\n".join([*found, study.table(HEADS, map(cells, cut), cut)])
 
 
 def peaks(rows: list[Row]) -> str:
@@ -63,9 +95,9 @@ def peaks(rows: list[Row]) -> str:
         group = {r["share"]: r for r in found}
         compiled = compiled_floors(found)
         floor = str(min(compiled) >> 20) if compiled else "not compiled"
-        shown = [_cell(group.get(share)) for share in SHARES]
+        shown = [_cell(group.get(share)) for share in SHARES["shares"]]
         lines.append([step, target, str(found[0]["plain"] >> 20), floor, *shown])
-    heads = ["step", "target", "plain", "floor", *(f"{s:.0%}" for s in SHARES)]
+    heads = ["step", "target", "plain", "floor", *(f"{s:.0%}" for s in SHARES["shares"])]
     return study.table(heads, lines, rows)
 
 
@@ -120,17 +152,48 @@ def worth(rows: list[Row]) -> list[str]:
     ]
 
 
+VERDICT = (
+    *("step", "target", "budgets", "plans", "over budget", "slower than a smaller budget's"),
+    *("97 % used, or nothing added", "error", "compiles"),
+)
+
+
+def verdict(group: list[Row]) -> list[str]:
+    """What a sweep over the budgets of one step shows; error and compiles are medians."""
+    plans = sorted((r for r in group if "error" not in r), key=lambda r: r["share"])
+    over = sum(r["compiled_peak"] > r["budget"] for r in plans)
+    slower = sum(b["overhead"] > a["overhead"] for a, b in itertools.pairwise(plans))
+    used = sum(r["compiled_peak"] >= 0.97 * r["budget"] or not r["overhead"] for r in plans)
+    error = statistics.median(abs(r["predicted_peak"] / r["compiled_peak"] - 1) for r in plans)
+    compiles = statistics.median(r["compiles"] for r in plans)
+    figures = (len(group), len(plans), over, slower, used, f"{error:.2%}", f"{compiles:g}")
+    return [group[0]["step"], group[0]["target"], *map(str, figures)]
+
+
+EVERY_STEP = (*steps.PLANNED, *sharded.STEPS)
+EVERY_SHARE = tuple(sorted(set(itertools.chain.from_iterable(SHARES.values()))))
+
+
 def jobs(
-    step: Sequence[str] = steps.PLANNED,
+    what: Sequence[str] = tuple(SHARES),
+    step: Sequence[str] = EVERY_STEP,
     target: Sequence[str] = steps.TWO_TARGETS,
-    share: Sequence[float] = SHARES,
+    share: Sequence[float] = EVERY_SHARE,
 ) -> list[Job]:
-    return study.product(step, target, share=share)
+    """By default the shares of what is asked; sharded steps are for devices of their own."""
+    made: list[Job] = []
+    for asked in what:
+        own = SHARES[asked] if share == EVERY_SHARE else share
+        cut = asked == "sharded"
+        for label in (s for s in step if (s in sharded.STEPS) == cut):
+            targets = [sharded.STEPS[label].target] if cut else target
+            made += study.product([label], targets, what=[asked], share=own)
+    return made
 
 
 STUDY = Study(
     "budgets",
-    "Is every promise kept by plans for 80, 60, 50 and 40 % of a step's peak?",
+    "Is every promise kept by plans for shares of a step's peak, on one device and on many?",
     jobs,
     row,
     tables,

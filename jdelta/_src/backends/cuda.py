@@ -126,7 +126,7 @@ def _offload_options(memory: int, needed: int, outside_loops: bool, least: bool)
 CUDA = Backend(
     platform="cuda",
     layout=Layout(tiles=MappingProxyType({}), narrows=False),
-    fusion=Fusion(  # benchmarks/compilers/storage.py and kernels.py, but where another is named
+    fusion=Fusion(  # benchmarks/compilers/storage.py, accuracy/peaks.py; else it is named
         products_compute_inputs=False,
         gathers_compute_inputs=True,
         products_run_sums=False,

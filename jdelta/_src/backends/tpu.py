@@ -84,7 +84,7 @@ TPU = Backend(
         # Matrix products take bfloat16 at default precision (benchmarks/compilers/storage.py).
         narrows=True,
     ),
-    fusion=Fusion(  # benchmarks/compilers/storage.py and kernels.py, but where another is named
+    fusion=Fusion(  # benchmarks/compilers/storage.py, accuracy/peaks.py; else it is named
         products_compute_inputs=True,
         gathers_compute_inputs=False,
         products_run_sums=True,
@@ -96,7 +96,7 @@ TPU = Backend(
         scatters_rows=True,
         masks_groups=False,
         # By benchmarks/compilers/cycles.py threefry takes 126 to 148 instructions by itself; to
-        # spare it in a GPT-2 is worth 100, by benchmarks/accuracy/pins.py.
+        # spare it in a GPT-2 is worth 100, by benchmarks/accuracy/prices.py.
         threefry_operations=100.0,
         split=None,
     ),

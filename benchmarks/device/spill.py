@@ -1,30 +1,47 @@
-"""Spilling to devices of known rates: where TBA's rule stops, and what the spilled scopes cost.
+"""What spilling to files costs, and what it spares, on this machine's CPU.
 
-An unrolled GPT on this machine's CPU keeps everything, and in the next step spills the scopes that
-the rule allows (arXiv 2408.10013, section 3.4), in turns, so that what else runs on the machine
-slows both. The devices keep in memory what they are given and sleep as long as one of 1, 2 or 4
-GB/s would take; *memory* does not sleep, *disk* is a directory. TBA has memory for what a device
-has not taken yet; the pool has it here, and the rule stops, too, where a *small pool* has not.
-
-*rule* is how many scopes the plan spills by the rate that it measures, *formula* the paper's once
-more with the nominal rate, *timed* the same with forward times measured here, not predicted;
+*devices* of known rates: an unrolled GPT keeps everything, and in the next step spills the scopes
+that TBA's rule allows (arXiv 2408.10013, section 3.4), in turns, so that what else runs on the
+machine slows both. The devices keep in memory what they are given and sleep as long as one of 1, 2
+or 4 GB/s would take; *memory* does not sleep, *disk* is a directory. TBA has memory for what a
+device has not taken yet; the pool has it here, and the rule stops, too, where a *small pool* has
+not. *rule* is how many scopes the plan spills by the rate that it measures, *formula* the paper's
+once more with the nominal rate, *timed* the same with forward times measured here, not predicted;
 *ratio* the median over pairs of steps, *work* the processor time that a spilled GiB takes, which
 other programs hardly change, *load* the system's load average before the row.
 
-    python -m benchmarks run throttled --with directory=/nvme
+*processes*: resident memory of the GPT-2 example that keeps everything, and of one that spills,
+each under `/usr/bin/time -v`. *arguments* is one that loads the framework, makes state and batch,
+and ends: what the other two take beyond that is for the step (its compiler too). Both train on the
+same batches, so that their losses are equal.
+
+*copies* to the pool of the spill store and back, by one core. A processor compares the addresses of
+loads and stores within a page only. A copy whose source and target begin at nearly the same place
+of their pages may so let each load wait for a store that it has nothing to do with; XLA's tensors
+begin at a multiple of 64 bytes, the pool's blocks at a page. *in* is the copy to the pool, *out*
+the copy back, both with their sums, and *numpy* NumPy's copy, in GB/s.
+
+    python -m benchmarks run spill --what devices --with directory=/nvme
 """
 
+import ctypes
 import dataclasses
 import glob
 import itertools
+import mmap
 import os
+import re
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jdelta
 from benchmarks import study
@@ -34,6 +51,7 @@ from jdelta._src.backends.target import resolve
 from jdelta._src.residuals.file_link import Way, to_files
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.spill import rates_of
+from jdelta._src.spill.library import library
 
 SHAPE = {"vocab": 1024, "length": 256, "dtype": jnp.float32, "scan": False}
 STEPS = {
@@ -50,6 +68,27 @@ POOL = "256MiB"
 WARMUP, REPEATS = 2, 30
 HEADS = "step device measured formula timed rule written keep spill ratio work load jax".split()
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt2.py"
+EXAMPLES = {"nano": ("--batch", "128", "--steps", "6")}
+BUDGET = "40%"
+WAYS = ("arguments", "plain", "planned")
+TIME = "/usr/bin/time"
+PROCESS_HEADS = "step process resident beyond below loss files jax".split()
+_PEAK = re.compile(r"Maximum resident set size \(kbytes\): (\d+)")
+
+PAGE, BLOCK = 4096, 1 << 20
+SIZE = 64 * BLOCK
+OFFSETS = (0, 16, 64, 128, 1024, 2048, PAGE - 64)
+ROUNDS = 7
+COPY_HEADS = ["offset", "in", "out", "numpy"]
+
+
+def row(step: str, what: str, directory: str = ".", **asked: Any) -> Row:
+    """Steps on a device, a process, or copies."""
+    if what == "copies":
+        return copy_row(**asked)
+    return (device_row if what == "devices" else process_row)(step, directory=directory, **asked)
+
 
 def case(step: str, remat: Any = identity, **options: Any) -> Case:
     """A training step in a size for this machine."""
@@ -57,7 +96,7 @@ def case(step: str, remat: Any = identity, **options: Any) -> Case:
     return dataclasses.replace(find("gpt2"), **shape).case(step, remat)
 
 
-def row(step: str, device: str, directory: str = ".", repeats: int = REPEATS) -> Row:
+def device_row(step: str, device: str, directory: str = ".", repeats: int = REPEATS) -> Row:
     """Plans one step for one device, and runs both in turns."""
     spill, rate = _spill(device, directory)
     rates = rates_of(spill)
@@ -158,7 +197,7 @@ def _columns(times: dict[str, list[list[float]]]) -> Any:
     return ((way, zip(*rows[WARMUP:], strict=True)) for way, rows in times.items())
 
 
-def cells(r: Row) -> list[str]:
+def device_cells(r: Row) -> list[str]:
     """One line of the table; sizes in MiB."""
     measured = f"{min(r['rates']) / 1e9:.2f} GB/s"
     formula = [
@@ -186,21 +225,109 @@ def cells(r: Row) -> list[str]:
     ]
 
 
+def process_row(step: str, way: str, directory: str = ".") -> Row:
+    """Runs one process."""
+    command = [sys.executable, str(EXAMPLE), "--model", step, *EXAMPLES[step], "--only", way]
+    budget = ["--budget", BUDGET] if way == "planned" else []
+    spill = ["--spill", directory] if way == "planned" else []
+    done = subprocess.run([TIME, "-v", *command, *budget, *spill], capture_output=True, text=True)
+    peak = _PEAK.search(done.stderr)
+    if done.returncode or not peak:
+        raise SystemExit(f"{way}: expected GNU time's report of a run; got\n{done.stderr[-3000:]}")
+    loss = re.search(r"loss after \d+ steps: (\S+)", done.stdout)
+    files = re.search(r"in files +(\S+ \S+) in", done.stdout)
+    return {
+        "resident": int(peak[1]) * 1024,
+        "loss": loss and float(loss[1]),
+        "files": files and files[1],
+        "options": [*EXAMPLES[step], *budget],
+    }
+
+
+def process_cells(r: Row, rows: list[Row]) -> list[str]:
+    """One line of the table; sizes in MiB."""
+    peaks = {other["way"]: other["resident"] for other in rows if other["step"] == r["step"]}
+    beyond = {way: peak - peaks["arguments"] for way, peak in peaks.items()}
+    has_both = r["way"] == "planned" and "plain" in beyond
+    below = study.share(beyond["plain"] - beyond["planned"], beyond["plain"]) if has_both else ""
+    loss = "" if r["loss"] is None else f"{r['loss']:.6f}"
+    sizes = [mib(r["resident"]), mib(beyond[r["way"]]), below]
+    return [r["step"], r["way"], *sizes, loss, r["files"] or "", r["jax"]]
+
+
+def memory() -> np.ndarray[Any, Any]:
+    """Memory that begins with a page, larger than caches are, its pages in place."""
+    room = np.frombuffer(mmap.mmap(-1, SIZE + PAGE), np.uint8)
+    room[:] = 1
+    return room
+
+
+def rate(copy: Callable[[int], Any]) -> float:
+    """Bytes a second of the quickest round over all blocks."""
+    seconds: list[float] = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for at in range(0, SIZE, BLOCK):
+            copy(at)
+        seconds.append(time.perf_counter() - start)
+    return SIZE / min(seconds)
+
+
+def copy_row(offset: int) -> Row:
+    """The rates for tensors that begin so many bytes after a page does."""
+    pool, tensors = memory(), memory()[offset:]
+    block, tensor = pool.ctypes.data, tensors.ctypes.data
+    move, sums = library().jdelta_spill_copy, (ctypes.c_uint64 * 16)()
+
+    def numpy_copy(at: int) -> None:
+        pool[at : at + BLOCK] = tensors[at : at + BLOCK]
+
+    return {
+        "in": rate(lambda at: move(block + at, tensor + at, BLOCK, sums)),
+        "out": rate(lambda at: move(tensor + at, block + at, BLOCK, sums)),
+        "numpy": rate(numpy_copy),
+    }
+
+
+def copy_cells(r: Row) -> list[str]:
+    """One line of the table."""
+    return [str(r["offset"]), *(f"{r[head] / 1e9:.1f}" for head in COPY_HEADS[1:])]
+
+
 def tables(rows: list[Row]) -> str:
-    """The rows as the docs show them."""
-    return study.table(HEADS, map(cells, rows), rows)
+    """The rows as the docs show them, a table for each kind that there is."""
+    of = {what: [r for r in rows if r["what"] == what] for what in WHAT}
+    processes = of["processes"]
+    lines = {
+        "devices": (HEADS, map(device_cells, of["devices"])),
+        "processes": (PROCESS_HEADS, (process_cells(r, processes) for r in processes)),
+        "copies": (COPY_HEADS, map(copy_cells, of["copies"])),
+    }
+    return "\n\n".join(study.table(*lines[what], of[what]) for what in WHAT if of[what])
+
+
+WHAT = ("devices", "processes", "copies")
 
 
 def jobs(
-    step: Sequence[str] = tuple(STEPS),
+    what: Sequence[str] = WHAT,
     device: Sequence[str] = tuple(DEVICES),
+    step: Sequence[str] = tuple(STEPS),
+    way: Sequence[str] = WAYS,
+    offset: Sequence[int] = OFFSETS,
 ) -> list[Job]:
-    return [Job(s, {"device": d}) for s in step for d in device]
+    """Steps on devices, ways of a process, and places where a tensor begins."""
+    made = {
+        "devices": [Job(s, {"what": "devices", "device": d}) for s in step for d in device],
+        "processes": [Job(e, {"what": "processes", "way": w}) for e in EXAMPLES for w in way],
+        "copies": [Job("copies", {"what": "copies", "offset": at}) for at in offset],
+    }
+    return [job for w in what for job in made[w]]
 
 
 STUDY = Study(
-    "throttled",
-    "Where does TBA's rule stop on devices of known rates, and what do the spilled scopes cost?",
+    "spill",
+    "What does spilling to files cost on devices of known rates, and what does it spare?",
     jobs,
     row,
     tables,
