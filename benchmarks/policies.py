@@ -1,7 +1,8 @@
 """What people do by hand: JAX's ready-made recompute policies, MaxText's sets of names, root L.
 
-MaxText's sets are those of `get_remat_policy` in its `decoders.py`, over the names that its layers
-give to their values; benchmark models carry the same names at the same places.
+MaxText's sets are those of `get_remat_policy` in its `nnx_decoders.py` (maxtext 0.2.5), over the
+names that its layers give to their values; benchmark models carry the same names at the same
+places.
 """
 
 import functools
