@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jdelta
+from benchmarks.compilers.offload import by_hand, queries, shapes, size, stack
+from benchmarks.compilers.offload import layer as stack_layer
 from benchmarks.models import find
-from benchmarks.offload import by_hand, queries, shapes, size, stack
-from benchmarks.offload import layer as stack_layer
 from jdelta import BudgetError, Decision
 from jdelta._src import _jax
 from jdelta._src._jax import transfers
@@ -719,7 +719,7 @@ def test_transfers_of_a_loop_run_behind_compute(target):
 @needs_cuda
 @pytest.mark.parametrize("target", ["cuda:h100", AMPERE])
 def test_queries_of_a_gpt2_hide_in_a_loop(target):
-    assert queries("gpt2 scanned", target, "offload").overlap.hidden > 0.95
+    assert queries("gpt2 bfloat16 scanned", target, "offload").overlap.hidden > 0.95
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

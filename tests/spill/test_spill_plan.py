@@ -14,7 +14,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jdelta
-from benchmarks import rok
+from benchmarks.device import rok
 from benchmarks.models import identity
 from jdelta import Decision, SpillError
 from jdelta._src.backends.target import resolve

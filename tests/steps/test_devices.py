@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdelta
-from benchmarks.sharded import Cut, case
+from benchmarks.plans.sharded import Cut, case
 from jdelta import Decision
 from jdelta._src import _jax
 from jdelta._src._jax.sharding import Axis, local_shape, shardings_of

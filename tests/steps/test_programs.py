@@ -2,7 +2,7 @@
 
 Plans are chosen by the simulation: XLA compiles only what is run, and optimises little. Whether
 peaks are as promised is for the tests of random steps and, with all of XLA's optimisations and for
-other devices, for `benchmarks.programs`.
+other devices, for `python -m benchmarks run programs`.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ is evaluated once more, and is the same program but for its timing:
 - Loops do both one iteration apart: see ``transfers_in_loops.py``. Loops around forward and
   backward pass (micro-batches) are timed inside.
 
-Which compiler needs which of these was measured: ``benchmarks/xla/transfers.py``.
+Which compiler needs which of these was measured: ``benchmarks/compilers/transfers.py``.
 """
 
 from __future__ import annotations

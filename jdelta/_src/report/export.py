@@ -22,6 +22,15 @@ _MAXTEXT = (
 ).split()
 """Names that MaxText's ``remat_policy: custom`` has a setting for, beside its layers' input."""
 
+_MAXTEXT_RARE = (
+    "kv_proj query_wa_proj kv_wa_proj mla_q mla_kv attention_out indexer_cutoff_threshold "
+    "moe_mlpwi_0 moe_mlpwi_1 moe_mlpwo moe_x_sorted moe_routing_maps"
+).split()
+"""Further ones, which older versions refuse: written only where the model has such values.
+
+Both as in the package ``maxtext`` 0.2.5: ``RematAndOffload`` in its ``configs/types.py``.
+"""
+
 
 @dataclass(frozen=True)
 class _Names:
@@ -122,15 +131,19 @@ def _jax(names: _Names) -> str:
 
 
 def _maxtext(names: _Names) -> str:
-    known = {*_MAXTEXT, "decoder_layer_input"}
+    known = {*_MAXTEXT, *_MAXTEXT_RARE, "decoder_layer_input"}
     other = [n for d in (_SAVE, _OFFLOAD) for n in names.of(d) if n not in known]
     if other:
         raise PlanMismatchError(
             f"MaxText has no setting for {', '.join(other)}; it knows {', '.join(sorted(known))}."
         )
     words = {_SAVE: "device", _OFFLOAD: "offload", _RECOMPUTE: "remat"}
-    layer = names.decisions.get("decoder_layer_input", names.entering)
-    said = {"decoder_layer_input": layer, **dict.fromkeys(_MAXTEXT, _RECOMPUTE), **names.decisions}
+    layer = names.decisions.get("decoder_layer_input", _RECOMPUTE)
+    said = {
+        "decoder_layer_input": names.entering if layer is _RECOMPUTE else layer,  # never "remat"
+        **dict.fromkeys(_MAXTEXT, _RECOMPUTE),
+        **{n: d for n, d in names.decisions.items() if n in {*_MAXTEXT, *_MAXTEXT_RARE}},
+    }
     settings = (f"{name}: '{words[d]}'" for name, d in said.items())
     return "\n".join(["remat_policy: custom", *settings])
 
