@@ -17,8 +17,10 @@ from benchmarks.models import find
 from jdelta import BudgetError, Decision
 from jdelta._src import _jax
 from jdelta._src._jax import transfers
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.backends.target import resolve
 from jdelta._src.passes import transfer_timing
+from jdelta._src.passes.program import Context, Program
 from jdelta._src.passes.transfer_timing import HEAD, IN_FLIGHT, _Timing, timed
 from jdelta._src.passes.transfers_in_loops import Clock
 from jdelta._src.regions.policy import Policy
@@ -90,9 +92,21 @@ def offloading(step, args, away=AWAY):
     return jax.make_jaxpr(planned)(*args), gone
 
 
+def running(staged, platform, rates=TARGET.rates, **context):
+    """What runs a staged step with its transfers timed, as flat values."""
+    context = Context(backend_of(platform), rates, **context)
+    return functools.partial(_jax.evaluate, timed(Program(staged), context).jaxpr)
+
+
+def is_left_alone(staged, platform):
+    """Whether nothing in a step that offloads nothing is timed."""
+    program = Program(staged)
+    return timed(program, Context(backend_of(platform), TARGET.rates)) is program
+
+
 def check(step, args, platform="cuda", away=AWAY, rates=TARGET.rates):
     staged, gone = offloading(step, args, away)
-    run = timed(staged, rates, platform)
+    run = running(staged, platform, rates, offloads=bool(away))
     results = jax.jit(run)(*jax.tree.leaves(args))
     expected = jax.tree.leaves(jax.jit(step)(*args))
     for value, other in zip(results, expected, strict=True):
@@ -178,7 +192,7 @@ def timing_of(step, args, away, *, link=1e15, least=False):
     check(step, args, "cuda", away)
     program = transfers.copied_once(_jax.inline(staged))
     rates = dataclasses.replace(TARGET.rates, device_to_host=link, host_to_device=link)
-    return _Timing(program, Clock(rates, "cuda"), least)
+    return _Timing(program, Clock(rates, backend_of("cuda")), least)
 
 
 def test_a_third_copy_waits_for_the_first():
@@ -398,7 +412,7 @@ def test_a_stack_that_something_else_reads_is_not_written_late():
     x = jax.random.normal(jax.random.key(1), (4, 8))
     args = (stacked(3), x)
     staged = jax.make_jaxpr(step)(*args)
-    results = jax.jit(timed(staged, TARGET.rates, "cuda"))(*args)
+    results = jax.jit(running(staged, "cuda", offloads=True))(*args)
     for value, other in zip(results, jax.tree.leaves(step(*args)), strict=True):
         np.testing.assert_allclose(value, other, rtol=2e-5)
 
@@ -416,7 +430,7 @@ def test_a_loop_may_fetch_nothing_but_what_all_its_iterations_read(platform):
     x = jax.random.normal(jax.random.key(1), (4, 8))
     args = stacked(3), x, jnp.arange(8.0)
     staged = jax.make_jaxpr(step)(*args)
-    (result,) = jax.jit(timed(staged, TARGET.rates, platform))(*args)
+    (result,) = jax.jit(running(staged, platform, offloads=True))(*args)
     np.testing.assert_allclose(result, step(*args), rtol=2e-5)
 
 
@@ -431,7 +445,7 @@ def test_models_train_the_same_with_everything_offloaded(model, scan, platform):
     state, batch = case.init(0)
     staged, gone = offloading(case.grads, (state, batch), ("*",))
     assert gone > 10
-    run = jax.jit(timed(staged, TARGET.rates, platform))
+    run = jax.jit(running(staged, platform, offloads=True))
     results = run(*jax.tree.leaves((state, batch)))
     expected = jax.tree.leaves(jax.jit(case.grads)(state, batch))
     largest = max(float(abs(leaf).max()) for leaf in expected)
@@ -448,8 +462,8 @@ def test_gradients_of_weights_are_not_put_off_and_vectors_are_left_to_the_compil
     args = [(w, w[0]) for w in stacked(3)], jax.random.normal(jax.random.key(1), (4, 8))
     step = unrolled(affine)
     staged, _ = offloading(step, args, away=())
-    assert transfer_timing.is_timed(staged, "cuda", offloads=False)
-    assert not transfer_timing.is_timed(staged, "tpu", offloads=False)
+    assert not is_left_alone(staged, "cuda")
+    assert is_left_alone(staged, "tpu")
     jaxpr, _ = check(step, args, away=())
     eqns = _jax.open_jaxpr(jaxpr).eqns
     barriers = [e for e in eqns if e.primitive.name == "optimization_barrier"]
@@ -478,8 +492,8 @@ def test_gradients_of_the_head_are_there_before_the_backward_loop(nested, around
     step = around(with_ends(layer, nested))
     args = ws, jax.random.normal(jax.random.key(1), (3, 4, 8)[around is not micro_batches :])
     staged, _ = offloading(step, args, away=())
-    assert transfer_timing.is_timed(staged, "cuda", offloads=False)
-    assert not transfer_timing.is_timed(staged, "tpu", offloads=False)
+    assert not is_left_alone(staged, "cuda")
+    assert is_left_alone(staged, "tpu")
     jaxpr, _ = check(step, args, away=())
     ties = (e for e in _jax.equations(jaxpr) if e.primitive.name == "optimization_barrier")
     shapes = [[v.aval.shape for v in tie.outvars] for tie in ties]
@@ -539,7 +553,7 @@ def mixed(w, x):
 def tied_values(step, args, rtol=1e-5, atol=1e-6):
     """What shares a barrier, with its shape, in a step with everything recomputed."""
     staged, _ = offloading(step, args, away=())
-    run = timed(staged, TARGET.rates, "cuda")
+    run = running(staged, "cuda")
     for value, other in zip(run(*jax.tree.leaves(args)), jax.tree.leaves(step(*args)), strict=True):
         assert value.dtype == other.dtype == jnp.float32
         np.testing.assert_allclose(value, other, rtol=rtol, atol=atol)
@@ -618,7 +632,7 @@ def test_copies_that_a_backward_loop_reads_start_before_it():
     args = stacked(4), jax.random.normal(jax.random.key(1), (4, 8))
     staged, gone = offloading(step, args, away=("*",))
     assert gone
-    run = timed(staged, TARGET.rates, "cuda")
+    run = running(staged, "cuda", offloads=True)
     for value, other in zip(run(*args), jax.tree.leaves(step(*args)), strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
 

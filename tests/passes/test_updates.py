@@ -1,5 +1,7 @@
 """Weight updates inside the backward loops: the same numbers, and no stack of gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 
 import jdelta
 from jdelta._src import _jax
-from jdelta._src.passes.weight_updates import updated_in_loops
+from jdelta._src.backends.target import published
+from jdelta._src.passes.program import Context, Program
+from jdelta._src.passes.weight_updates import with_updates_in_loops
 
 LAYERS, WIDTH = 8, 64
 
@@ -59,10 +63,16 @@ def make(optimizer, width=WIDTH, batch=16):
 def moved(step, *args, donate=True):
     """The step with its updates in its loops; None if there are none to move."""
     traced = jax.jit(step).trace(*args)
-    donated = range(len(jax.tree.leaves(args[0])) if donate else 0)
-    run = updated_in_loops(_jax.inline(traced.jaxpr), donated)
+    donated = tuple(range(len(jax.tree.leaves(args[0])) if donate else 0))
+    target = published("tpu:v5e:2x2")
+    context = Context(target.backend, target.rates, donated=donated)
+    program = Program(traced.jaxpr)
+    other = with_updates_in_loops(program, context)
+    if other is program:
+        return None
     tree = jax.tree.structure(traced.out_info)
-    return run and (lambda *args: jax.tree.unflatten(tree, run(*jax.tree.leaves(args))))
+    run = functools.partial(_jax.evaluate, other.jaxpr)
+    return lambda *args: jax.tree.unflatten(tree, run(*jax.tree.leaves(args)))
 
 
 def assert_same(actual, expected):

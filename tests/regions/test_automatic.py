@@ -13,8 +13,9 @@ from jdelta import Decision
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
 from jdelta._src.passes.emit import Step, emit
-from jdelta._src.passes.plain_region_inputs import with_plain_inputs
+from jdelta._src.passes.program import Context, Program
 from jdelta._src.passes.recompute_after_forward import with_forward_first
+from jdelta._src.passes.rounding import without_harmful_rounding
 from jdelta._src.regions import cut
 from jdelta._src.regions.cut import bytes_held, loss_begins, segments
 from jdelta._src.regions.find import tracing
@@ -230,7 +231,9 @@ def recomputed(step, args):
     """The step under a plan that keeps nothing, flat: its equations."""
     found, decisions = planned(step, 0.0, *args)
     program = jax.make_jaxpr(under(found, decisions, step))(*args)
-    return _jax.open_jaxpr(with_forward_first(_jax.inline(program))).eqns
+    target = resolve("tpu:v5e:2x2")
+    flat = with_forward_first(Program(program), Context(target.backend, target.rates)).flat()
+    return _jax.open_jaxpr(flat).eqns
 
 
 def test_the_loss_is_no_part_of_the_last_unit():
@@ -290,16 +293,17 @@ def test_what_enters_a_region_is_kept_as_it_is():
     step, args = blocks(lambda y: jnp.sum(y**2))
     found, decisions = planned(step, 0.0, *args)
     entering = {f"{region.name}/input": Decision.SAVE for region in found.regions}
-    program = _jax.inline(jax.make_jaxpr(under(found, decisions | entering, step))(*args))
-    plainer = with_plain_inputs(program)
+    program = Program(jax.make_jaxpr(under(found, decisions | entering, step))(*args))
+    context = Context(resolve("cpu").backend, resolve("tpu:v5e:2x2").rates)
+    plainer = without_harmful_rounding(program, context)
     rounded, plain = (
-        [e for e in _jax.open_jaxpr(p).eqns if e.primitive.name == "reduce_precision"]
+        [e for e in _jax.open_jaxpr(p.flat()).eqns if e.primitive.name == "reduce_precision"]
         for p in (program, plainer)
     )
     assert rounded
     assert not plain
-    assert with_plain_inputs(plainer) is plainer
-    got = _jax.evaluate(plainer, *jax.tree.leaves(args))
+    assert without_harmful_rounding(plainer, context) is plainer
+    got = _jax.evaluate(plainer.jaxpr, *jax.tree.leaves(args))
     for a, b in zip(got, jax.tree.leaves(step(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 

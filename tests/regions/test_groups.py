@@ -13,8 +13,9 @@ from jdelta import BudgetError, Decision, PlanMismatchError
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
-from jdelta._src.passes import stacked_weights
 from jdelta._src.passes.emit import Step, emit
+from jdelta._src.passes.program import Context, Program
+from jdelta._src.passes.stacked_weights import with_rows_read_in_turn
 from jdelta._src.program.loop_nest import Nest
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
@@ -30,6 +31,13 @@ SCANNED = sorted(STEPS.keys() - {"U-Net"})
 def loops(program):
     """The loops of a program, calls inlined."""
     return [e for e in _jax.inline(program).eqns if e.primitive.name == "scan"]
+
+
+def read_in_turn(program):
+    """The program with the rows of its loops read one layer after the other."""
+    target = resolve("tpu:v5e:2x2")
+    context = Context(target.backend, target.rates)
+    return with_rows_read_in_turn(Program(program), context).jaxpr
 
 
 def halves(found):
@@ -145,8 +153,7 @@ def test_weights_are_not_stacked_again(marked):
     found = trace(step, *args, grouping=Grouping(2))
     weights = sum(w.nbytes for w in args[0])
     traced = jax.make_jaxpr(under(found, halves(found), step))(*args)
-    again = functools.partial(stacked_weights.evaluate, _jax.inline(traced))
-    again = jax.make_jaxpr(again)(*jax.tree.leaves(args))
+    again = read_in_turn(traced)
     kept, left = (sum(map(_jax.bytes_of, loops(p)[0].outvars)) for p in (traced, again))
     assert left <= kept - weights
 
@@ -160,8 +167,7 @@ def test_a_layer_of_a_backward_loop_begins_when_those_after_it_are_through():
     assert kept.keys() <= set(values)
     decisions = dict.fromkeys(values, Decision.RECOMPUTE) | kept
     traced = jax.make_jaxpr(under(found, decisions, step))(*args)
-    again = functools.partial(stacked_weights.evaluate, _jax.inline(traced))
-    _, backward = loops(jax.make_jaxpr(again)(*jax.tree.leaves(args)))
+    _, backward = loops(read_in_turn(traced))
     eqns = _jax.open_jaxpr(backward.params["jaxpr"]).eqns
     barriers = [e.invars for e in eqns if e.primitive.name == "optimization_barrier"]
     begun = [shapes for vs in barriers if () in (shapes := [v.aval.shape for v in vs])]

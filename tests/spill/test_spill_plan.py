@@ -17,8 +17,10 @@ import jdelta
 from benchmarks.device import rok
 from benchmarks.models import identity
 from jdelta import Decision, SpillError
+from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
 from jdelta._src.passes import spill as spill_pass
+from jdelta._src.passes.program import Context, Program
 from jdelta._src.plan.spill_watch import Drift
 from jdelta._src.program.hlo_names import RECOMPUTE
 from jdelta._src.program.names import RegionName
@@ -497,12 +499,13 @@ def test_what_is_handed_on_but_not_read_is_not_counted(tmp_path):
         return doubled, jax.device_put(away, jax.memory.Space.Device) if reads else x
 
     for reads in (True, False):
-        spilling = spill_pass.Spilling(open_store(tmp_path), lambda name: True)
-        staged = jax.make_jaxpr(functools.partial(step, reads))(x)
-        run, emitted = spill_pass.spilled(staged, spilling)
-        jax.jit(run)(x)
-        assert emitted.bytes == (x.nbytes if reads else 0)
-        assert flow(spilling.store).planned == emitted.written
+        store, target = open_store(tmp_path), resolve("cpu")
+        spilling = {"store": store, "is_spilled": lambda name: True}
+        staged = Program(jax.make_jaxpr(functools.partial(step, reads))(x))
+        program = spill_pass.spilled(staged, Context(target.backend, target.rates, **spilling))
+        jax.jit(functools.partial(_jax.evaluate, program.jaxpr))(x)
+        assert program.spilled.bytes == (x.nbytes if reads else 0)
+        assert flow(store).planned == program.spilled.written
 
 
 def test_a_plan_does_without_files_that_the_program_does_not_use(spill, monkeypatch):

@@ -29,7 +29,6 @@ from jdelta._src.estimate.collectives import Collective, collectives
 from jdelta._src.hlo.measure import measure
 from jdelta._src.passes.emit import Step, emit
 from jdelta._src.passes.host_slots import _Kind, _kind
-from jdelta._src.passes.transfer_timing import timed
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.regions.policy import Policy
@@ -39,7 +38,7 @@ from tests.compilers import needs_cuda
 from tests.flags import flags
 from tests.frameworks import mean_square
 from tests.parallel import HIDDEN, LAYERS, PARALLEL, ROWS, WIDTH
-from tests.passes.test_timing import offloading
+from tests.passes.test_timing import offloading, running
 from tests.planning import planned, under
 from tests.steps.test_steps import loops_of
 
@@ -213,7 +212,9 @@ def test_results_are_the_same_with_everything_offloaded(kind, platform, scan):
     with parallel.context(parallel.local_mesh()):
         staged, gone = offloading(parallel.step(jdelta.remat, scan=scan), args, ("*",))
         rates = resolve("tpu:v5e:2x2").rates
-        run = timed(staged, rates, platform, shardings=lambda c: shardings_of(c, args, platform))
+        run = running(
+            staged, platform, rates, offloads=True, arguments=tuple(jax.tree.leaves(args))
+        )
         results = jax.jit(run)(*jax.tree.leaves(args))
         expected = jax.tree.leaves(jax.jit(parallel.step(scan=scan))(*args))
     assert gone >= 6

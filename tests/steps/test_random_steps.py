@@ -1,6 +1,7 @@
 """Whatever a step does, and whatever a plan decides about it, its results are the plain step's."""
 
 import dataclasses
+import functools
 import math
 import os
 
@@ -11,11 +12,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import jdelta
+from jdelta._src import _jax
 from jdelta._src.backends.platforms import BACKENDS
 from jdelta._src.backends.target import resolve
 from jdelta._src.decision import Decision
 from jdelta._src.passes.emit import Step, emit
-from jdelta._src.passes.transfer_timing import is_timed, timed
+from jdelta._src.passes.program import Context, Program
+from jdelta._src.passes.transfer_timing import timed
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.items import items_of
@@ -90,9 +93,12 @@ def test_results_equal_the_plain_step(layers):
         placed = TARGET.abstract(args)
         emit(Step(step, placed, (), TARGET, found.aliases, automatic=found.automatic), policy)
         staged = jax.make_jaxpr(planned_step)(*args)
-        for platform in BACKENDS:
-            if is_timed(staged, platform, offloads=bool(policy.offloaded)):
-                moved = jax.jit(timed(staged, TARGET.rates, platform))
+        for backend in BACKENDS.values():
+            program = Program(staged)
+            context = Context(backend, TARGET.rates, offloads=bool(policy.offloaded))
+            other = timed(program, context)
+            if other is not program:
+                moved = jax.jit(functools.partial(_jax.evaluate, other.jaxpr))
                 check(moved(*jax.tree.leaves(args)), expected)
 
     run()

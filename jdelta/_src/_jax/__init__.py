@@ -6,8 +6,9 @@ functions take and give stays. From the lowest floor up, each room importing onl
 - ``values``: arrays and variables, by what their types say.
 - ``hooks``: what is put into a running trace: a session, and functions in the place of JAX's own.
 - ``effects``: what programs do beside giving results.
-- ``jaxprs``: jaxprs traced, taken apart, put together and evaluated. In 0.11 ``Jaxpr`` and
-  ``ClosedJaxpr`` became one class.
+- ``jaxprs``: jaxprs traced, taken apart and put together. In 0.11 ``Jaxpr`` and ``ClosedJaxpr``
+  became one class.
+- ``interpreter``: programs evaluated, with a hook at each equation.
 - ``digest``: what a program is, so that two can be told apart.
 - ``equation``: what one equation says, and new ones made. In 0.11 a ``scan`` came to count its
   inputs in another way.
@@ -64,19 +65,23 @@ from jdelta._src._jax.hooks import SCAN as SCAN
 from jdelta._src._jax.hooks import VJP as VJP
 from jdelta._src._jax.hooks import current_session as current_session
 from jdelta._src._jax.hooks import session_context as session_context
-from jdelta._src._jax.jaxprs import Env as Env
+from jdelta._src._jax.interpreter import Env as Env
+from jdelta._src._jax.interpreter import Hook as Hook
+from jdelta._src._jax.interpreter import evaluate as evaluate
+from jdelta._src._jax.interpreter import interpret as interpret
+from jdelta._src._jax.interpreter import read as read
+from jdelta._src._jax.interpreter import retraced as retraced
+from jdelta._src._jax.interpreter import run as run
+from jdelta._src._jax.interpreter import write as write
 from jdelta._src._jax.jaxprs import Eqn as Eqn
 from jdelta._src._jax.jaxprs import Jaxpr as Jaxpr
 from jdelta._src._jax.jaxprs import consts_of as consts_of
 from jdelta._src._jax.jaxprs import dependents as dependents
-from jdelta._src._jax.jaxprs import evaluate as evaluate
-from jdelta._src._jax.jaxprs import evaluate_with as evaluate_with
 from jdelta._src._jax.jaxprs import function_name as function_name
 from jdelta._src._jax.jaxprs import hoist_consts as hoist_consts
 from jdelta._src._jax.jaxprs import leaked as leaked
 from jdelta._src._jax.jaxprs import open_jaxpr as open_jaxpr
 from jdelta._src._jax.jaxprs import program_of as program_of
-from jdelta._src._jax.jaxprs import read as read
 from jdelta._src._jax.jaxprs import rebuild as rebuild
 from jdelta._src._jax.jaxprs import single as single
 from jdelta._src._jax.jaxprs import stage as stage

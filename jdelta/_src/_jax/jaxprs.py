@@ -1,4 +1,4 @@
-"""Programs: traced, taken apart, put together and evaluated.
+"""Programs: traced, taken apart and put together.
 
 In jax 0.11 ``Jaxpr`` and ``ClosedJaxpr`` became one class. What is below hides which of them is in
 hand, so that no other file needs to know.
@@ -21,8 +21,6 @@ from jdelta._src._jax.values import Atom, Var, is_var
 
 Jaxpr: TypeAlias = Any
 Eqn: TypeAlias = Any
-Env: TypeAlias = dict[Var, Any]
-"""The values of variables while a program is evaluated."""
 
 
 def stage(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
@@ -157,42 +155,3 @@ def program_of(eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:
 def _of_no_function() -> Any:
     """What to say of the function that a program was traced from, where there is none."""
     return open_jaxpr(jax.make_jaxpr(lambda: ())()).debug_info.with_unknown_names()
-
-
-def evaluate(closed: Jaxpr, *args: Any) -> list[Any]:
-    """Evaluate a closed jaxpr."""
-    return core.jaxpr_as_fun(closed)(*args)
-
-
-def evaluate_with(
-    closed: Jaxpr,
-    args: Sequence[Any],
-    instead: Mapping[int, Callable[[Env], Sequence[Any]]],
-    after: Mapping[int, Callable[[Env], None]],
-) -> list[Any]:
-    """Evaluate a closed jaxpr, some of its equations in another way.
-
-    Args:
-        closed: The program.
-        args: Its arguments.
-        instead: From the index of an equation to what gives its results in its place.
-        after: From the index of an equation to what is done after it: it may change values.
-    """
-    inner = open_jaxpr(closed)
-    env: Env = dict(zip(inner.constvars, consts_of(closed), strict=True))
-    env.update(zip(inner.invars, args, strict=True))
-    for index, eqn in enumerate(inner.eqns):
-        if index in instead:
-            env.update(zip(eqn.outvars, instead[index](env), strict=True))
-        else:
-            one = single(eqn)
-            results = evaluate(one, *read(env, open_jaxpr(one).invars))
-            env.update(zip(open_jaxpr(one).outvars, results, strict=True))
-        if index in after:
-            after[index](env)
-    return read(env, inner.outvars)
-
-
-def read(env: Mapping[Var, Any], atoms: Sequence[Atom]) -> list[Any]:
-    """The values of atoms."""
-    return [env[a] if is_var(a) else a.val for a in atoms]

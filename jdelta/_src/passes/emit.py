@@ -5,29 +5,26 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jdelta._src import _jax
-from jdelta._src._jax import Jaxpr
-from jdelta._src._jax.sharding import Shardings, shardings_of
 from jdelta._src.backends.backend import Options
 from jdelta._src.backends.target import Target, is_on_host
 from jdelta._src.errors import OffloadError, PlanMismatchError
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import Timeline, timeline
-from jdelta._src.passes import stacked_weights
-from jdelta._src.passes.narrow_floats import with_narrow_as_they_are
-from jdelta._src.passes.plain_region_inputs import with_plain_inputs
+from jdelta._src.passes.program import Context, Pass, Program
 from jdelta._src.passes.recompute_after_forward import with_forward_first
-from jdelta._src.passes.spill import Spilling, spilled
+from jdelta._src.passes.rounding import without_harmful_rounding
+from jdelta._src.passes.spill import spilled
 from jdelta._src.passes.spill_record import Emitted
-from jdelta._src.passes.transfer_timing import is_timed, timed
-from jdelta._src.passes.weight_updates import updated_in_loops
+from jdelta._src.passes.stacked_weights import with_rows_read_in_turn
+from jdelta._src.passes.transfer_timing import timed
+from jdelta._src.passes.weight_updates import with_updates_in_loops
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.hlo_names import NOTHING, Computed
 from jdelta._src.program.loop_nest import walk
@@ -113,41 +110,60 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         PlanMismatchError: The step does not contain all the names that the policy decides about.
         OffloadError: JAX cannot differentiate the step with what the policy puts on the host.
     """
-    platform, backend = step.target.platform, step.target.backend
+    backend = step.target.backend
     # The user's own program JAX traces once, however often it is asked for.
     traced = _traced(step.jitted(_under(step, policy) if policy else step.fun), step, policy)
     names = frozenset(map(str, filter(None, map(_jax.named_value, _jax.equations(traced.jaxpr)))))
-    emitted = Emitted()
-    if policy is not None:
-        if step.grouping.layers > 1:
-            run = functools.partial(stacked_weights.evaluate, _jax.inline(traced.jaxpr))
-            traced = _again(step, traced, run)
-        if step.store is not None:
-            run, emitted = _spilled(step, traced, policy)
-            traced = _again(step, traced, run)
-        flat = _jax.inline(traced.jaxpr)
-        plain = with_plain_inputs(flat) if backend.passes.plain_region_inputs else flat
-        changed = with_narrow_as_they_are(with_forward_first(plain))
-        if changed is not flat:
-            traced = _again(step, traced, functools.partial(_jax.evaluate, changed))
-        offloads = bool(policy.offloaded)
-        if not policy.is_by_hand and is_timed(traced.jaxpr, platform, offloads=offloads):
-            traced = _again(step, traced, _timed(step, traced, least=policy.least))
-    if step.updates_in_loops:
-        run = updated_in_loops(_jax.inline(traced.jaxpr), _donated_leaves(step))
-        traced = _again(step, traced, run) if run else traced
-    graph = graph_of(traced.jaxpr, _shardings(step, traced.jaxpr))
+    program, context = Program(traced.jaxpr), _context(step, policy)
+    for rewrite in passes_of(step, policy):
+        program = rewrite(program, context)
+    if program.jaxpr is not traced.jaxpr:
+        traced = _again(step, traced, program)
+    graph = graph_of(traced.jaxpr, context.shardings(traced.jaxpr))
     computed = _computed(graph, policy, names) if policy is not None else NOTHING
 
     def lower() -> jax.stages.Lowered:
-        return traced.lower(lowering_platforms=(platform,))
+        return traced.lower(lowering_platforms=(backend.platform,))
 
     temporaries = timeline(graph, Compiler(backend))
-    pool = min(emitted.bytes, step.store.spill.pool_bytes) if step.store else 0
+    pool = min(program.spilled.bytes, step.store.spill.pool_bytes) if step.store else 0
     pool = 0 if backend.devices.have_own_memory else pool
     simulated = temporaries.peak + fixed_bytes(graph, step) + pool
     options = _options(step.target, policy, simulated)
-    return Emission(policy, temporaries, lower, options, simulated, emitted, pool, computed, names)
+    return Emission(
+        policy, temporaries, lower, options, simulated, program.spilled, pool, computed, names
+    )
+
+
+def passes_of(step: Step, policy: Policy | None) -> list[Pass]:
+    """What rewrites a step under a policy, in order."""
+    passes: list[Pass] = []
+    if policy is not None:
+        if step.grouping.layers > 1:
+            passes.append(with_rows_read_in_turn)
+        if step.store is not None:
+            passes.append(spilled)
+        passes += [without_harmful_rounding, with_forward_first]
+        if not policy.is_by_hand:
+            passes.append(timed)
+    if step.updates_in_loops:
+        passes.append(with_updates_in_loops)
+    return passes
+
+
+def _context(step: Step, policy: Policy | None) -> Context:
+    """What passes read of a step under a policy."""
+    context = Context(
+        step.target.backend,
+        step.target.rates,
+        arguments=tuple(jax.tree.leaves(step.args)),
+        donated=_donated_leaves(step),
+        store=step.store,
+    )
+    if policy is None:
+        return context
+    offloads = bool(policy.offloaded)
+    return replace(context, offloads=offloads, least=policy.least, is_spilled=policy.spills)
 
 
 def _under(step: Step, policy: Policy) -> Callable[..., Any]:
@@ -166,23 +182,6 @@ def _under(step: Step, policy: Policy) -> Callable[..., Any]:
             return step.fun(*args)
 
     return planned
-
-
-def _spilled(
-    step: Step, traced: jax.stages.Traced, policy: Policy
-) -> tuple[Callable[..., list[Any]], Emitted]:
-    """The same step with its spilled values written and read."""
-    assert step.store is not None
-    shardings = _shardings(step, traced.jaxpr)
-    specs = {name: shardings.specs[var] for name, var in shardings.named.items()}
-    leaves = jax.tree.leaves(step.args)
-    meshes = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in leaves)
-    mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
-    return spilled(traced.jaxpr, Spilling(step.store, policy.spills, specs, mesh))
-
-
-def _shardings(step: Step, closed: Jaxpr) -> Shardings:
-    return shardings_of(closed, step.args, step.target.platform)
 
 
 def _traced(planned: Any, step: Step, policy: Policy | None) -> jax.stages.Traced:
@@ -216,10 +215,10 @@ def fixed_bytes(graph: Graph, step: Step) -> int:
     return inputs + outputs - min(outputs, donated)
 
 
-def _donated_leaves(step: Step) -> list[int]:
+def _donated_leaves(step: Step) -> tuple[int, ...]:
     """Which of the flat arguments are donated."""
     counts = [len(jax.tree.leaves(arg)) for arg in step.args]
-    return [sum(counts[:i]) + leaf for i in step.donate for leaf in range(counts[i])]
+    return tuple(sum(counts[:i]) + leaf for i in step.donate for leaf in range(counts[i]))
 
 
 def local_bytes(leaf: Any) -> int:
@@ -233,22 +232,14 @@ def local_bytes(leaf: Any) -> int:
     return math.prod(shape) * leaf.dtype.itemsize
 
 
-def _timed(step: Step, traced: jax.stages.Traced, *, least: bool) -> Callable[..., list[Any]]:
-    """The same step with its transfers timed, and gradients of weights not put off."""
-    target = step.target
-    shardings = functools.partial(_shardings, step)
-    return timed(traced.jaxpr, target.rates, target.platform, least=least, shardings=shardings)
-
-
-def _again(
-    step: Step, traced: jax.stages.Traced, run: Callable[..., list[Any]]
-) -> jax.stages.Traced:
-    """The same step, evaluated in another way: ``run`` takes and gives flat values."""
+def _again(step: Step, traced: jax.stages.Traced, program: Program) -> jax.stages.Traced:
+    """The same step, evaluated as a program says."""
     results = jax.tree.structure(traced.out_info)
 
     @functools.wraps(step.fun)
     def planned(*args: Any) -> Any:
-        return jax.tree.unflatten(results, run(*jax.tree.leaves(args)))
+        leaves = _jax.evaluate(program.jaxpr, *jax.tree.leaves(args))
+        return jax.tree.unflatten(results, leaves)
 
     return step.jitted(planned).trace(*step.args)
 

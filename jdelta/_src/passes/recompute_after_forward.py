@@ -13,37 +13,39 @@ from collections.abc import Sequence
 
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
+from jdelta._src.passes.program import Context, Program
 from jdelta._src.program.names import RegionName
 
 _COPIES = frozenset({"name", "reduce_precision", "optimization_barrier"})
 """Primitives whose results are their operands: ``jax.checkpoint`` keeps such copies of values."""
 
 
-def with_forward_first(program: Jaxpr) -> Jaxpr:
+def with_forward_first(program: Program, _: Context) -> Program:
     """The program with barriers between forward passes and recompute that waits for nothing.
 
-    Args:
-        program: A staged step under a policy, calls inlined, backward regions ``remat`` equations.
-            Loops around forward and backward pass are rewritten inside.
-
-    Returns:
-        Such a program; the one that was given where there is nothing to change.
+    Loops around forward and backward pass are rewritten inside.
     """
-    inner = _jax.open_jaxpr(program)
+    flat = program.flat()
+    changed = _with_forward_first(flat)
+    return program if changed is flat else program.rewritten(changed)
+
+
+def _with_forward_first(flat: Jaxpr) -> Jaxpr:
+    inner = _jax.open_jaxpr(flat)
     eqns = [_with_forward_first_inside(eqn) for eqn in inner.eqns]
     is_changed = any(a is not b for a, b in zip(eqns, inner.eqns, strict=True))
-    program = _jax.with_equations(program, eqns) if is_changed else program
+    flat = _jax.with_equations(flat, eqns) if is_changed else flat
     shielded = (index for index, eqn in enumerate(eqns) if _jax.is_shielded(eqn))
-    ties = {index - 1: _tie(_jax.open_jaxpr(program), index) for index in shielded if index}
+    ties = {index - 1: _tie(_jax.open_jaxpr(flat), index) for index in shielded if index}
     barriers = {index: [tie] for index, tie in ties.items() if tie}
-    return _jax.with_barriers(program, barriers) if barriers else program
+    return _jax.with_barriers(flat, barriers) if barriers else flat
 
 
 def _with_forward_first_inside(eqn: Eqn) -> Eqn:
     if eqn.primitive.name != "scan":
         return eqn
     body = _jax.inline(eqn.params["jaxpr"])
-    changed = with_forward_first(body)
+    changed = _with_forward_first(body)
     return eqn if changed is body else eqn.replace(params={**eqn.params, "jaxpr": changed})
 
 

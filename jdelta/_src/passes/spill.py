@@ -11,11 +11,10 @@ backward unit that needs it, since its token depends on what that unit is given.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,18 +23,43 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdelta._src import _jax
-from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
+from jdelta._src._jax import Env, Eqn, Jaxpr, Var, transfers
 from jdelta._src._jax.sharding import Spec
 from jdelta._src.errors import SpillError
 from jdelta._src.passes.host_slots import zero_of
+from jdelta._src.passes.program import Context, Program
 from jdelta._src.passes.spill_record import Emitted, Place
 from jdelta._src.program.names import RegionName
 from jdelta._src.program.scan import Scan
 from jdelta._src.spill import Store, read, write
 
 
+def spilled(program: Program, context: Context) -> Program:
+    """The program with its spilled values written and read.
+
+    Raises:
+        SpillError: The step does with a spilled value what a token cannot.
+    """
+    assert context.store is not None
+    # JAX hands on what a ref that nothing reads was given, too: that is not worth a file.
+    wanted = _jax.with_outputs(program.jaxpr, [True] * len(program.jaxpr.out_avals))
+    flat = transfers.copied_once(_jax.inline(wanted))
+    spilling = _Spilling.of(program, context, context.store)
+    places: dict[int, Place] = {}
+
+    def run(*args: Any) -> list[Any]:
+        evaluation = _Run(spilling, places, itertools.count())
+        results = evaluation.program(flat, args)
+        if not spilling.store.by_callback:  # JAX leaves out what nobody reads, but no callback
+            for slot in places.keys() - evaluation.read:
+                del places[slot]
+        return [_whole(x, "the step hands out") for x in results]
+
+    return replace(program.evaluated(run), spilled=Emitted(places))
+
+
 @dataclass(frozen=True)
-class Spilling:
+class _Spilling:
     """How the values of a step are spilled.
 
     Attributes:
@@ -47,39 +71,17 @@ class Spilling:
 
     store: Store
     is_spilled: Callable[[RegionName], bool]
-    specs: Mapping[str, Spec] = field(default_factory=dict[str, Spec])
-    mesh: Mesh | None = None
+    specs: Mapping[str, Spec]
+    mesh: Mesh | None
 
-
-def spilled(closed: Jaxpr, spilling: Spilling) -> tuple[Callable[..., list[Any]], Emitted]:
-    """The program of a staged step with its spilled values written and read.
-
-    Args:
-        closed: The step under a policy, staged.
-        spilling: How its values are spilled.
-
-    Returns:
-        A function of the flat arguments of ``closed`` to its flat results, and what it writes, to
-        be looked at once it has been traced.
-
-    Raises:
-        SpillError: When traced: the step does with a spilled value what a token cannot.
-    """
-    # JAX hands on what a ref that nothing reads was given, too: that is not worth a file.
-    wanted = _jax.with_outputs(closed, [True] * len(closed.out_avals))
-    program = transfers.copied_once(_jax.inline(wanted))
-    emitted = Emitted()
-
-    def run(*args: Any) -> list[Any]:
-        emitted.places.clear()
-        run = _Run(spilling, emitted, itertools.count())
-        results = run.program(program, args)
-        if not spilling.store.by_callback:  # JAX leaves out what nobody reads, but no callback
-            for slot in emitted.places.keys() - run.read:
-                del emitted.places[slot]
-        return [_whole(x, "the step hands out") for x in results]
-
-    return run, emitted
+    @classmethod
+    def of(cls, program: Program, context: Context, store: Store) -> _Spilling:
+        shardings = context.shardings(program.jaxpr)
+        specs = {name: shardings.specs[var] for name, var in shardings.named.items()}
+        places = (getattr(leaf, "sharding", None) for leaf in context.arguments)
+        meshes = (getattr(sharding, "mesh", None) for sharding in places)
+        mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+        return cls(store, context.is_spilled, specs, mesh)
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class _Run:
 
     Attributes:
         spilling: How values are spilled.
-        emitted: Counts what is written.
+        places: Where values are written, by slot.
         slots: Hands out slots.
         read: Slots of what the program has read back: it may do so once.
         row: Number of the iteration, over all loops around.
@@ -124,8 +126,8 @@ class _Run:
         trips: Iterations of all loops around.
     """
 
-    spilling: Spilling
-    emitted: Emitted
+    spilling: _Spilling
+    places: dict[int, Place]
     slots: Any
     read: set[int] = field(default_factory=set[int])
     row: Any = 0
@@ -134,23 +136,36 @@ class _Run:
 
     def program(self, program: Jaxpr, args: Sequence[Any]) -> list[Any]:
         """Evaluate a flat program; some of its values may be away."""
-        inner = _jax.open_jaxpr(program)
-        env: _jax.Env = dict(zip(inner.constvars, _jax.consts_of(program), strict=True))
-        env.update(zip(inner.invars, args, strict=True))
         names: dict[Var, RegionName] = {}
         back: dict[int, Any] = {}
-        for eqn in inner.eqns:
+
+        def run(_: int, eqn: Eqn, env: Env) -> None:
             name = _jax.named_value(eqn)
             if isinstance(name, RegionName):
                 names[eqn.outvars[0]] = name
-            env.update(zip(eqn.outvars, self._results(eqn, env, names, back), strict=True))
-        return _jax.read(env, inner.outvars)
+            results = self._results(eqn, _jax.read(env, eqn.invars), names, back)
+            if results is None:
+                _jax.run(eqn, env)
+            else:
+                _jax.write(env, eqn, results)
+
+        return _jax.interpret(program, args, run)
 
     def _results(
-        self, eqn: Eqn, env: _jax.Env, names: Mapping[Var, RegionName], back: dict[int, Any]
-    ) -> Sequence[Any]:
-        """The results of an equation; ``back`` holds what was read, by slot."""
-        inputs = _jax.read(env, eqn.invars)
+        self,
+        eqn: Eqn,
+        inputs: Sequence[Any],
+        names: Mapping[Var, RegionName],
+        back: dict[int, Any],
+    ) -> Sequence[Any] | None:
+        """The results of an equation; None if it has nothing to do with values that are away.
+
+        Args:
+            eqn: The equation.
+            inputs: Its operands, some of which may be away.
+            names: The names of values.
+            back: What was read, by slot.
+        """
         away = [x for x in inputs if isinstance(x, _Away)]
         if transfers.crosses_to_host(eqn):
             name = names.get(eqn.invars[0])
@@ -168,17 +183,14 @@ class _Run:
             if _jax.is_call(eqn):
                 return self.program(_jax.inline(_jax.subjaxpr(eqn)), inputs)
             self._check(eqn, away)
-        one = _jax.single(eqn)
-        values = _jax.evaluate(one, *_jax.read(env, _jax.open_jaxpr(one).invars))
-        made = dict(zip(_jax.open_jaxpr(one).outvars, values, strict=True))
-        return [made.get(v) for v in eqn.outvars]
+        return None
 
     def _write(self, name: RegionName, value: Any) -> _Away:
         sharding = self._sharding(name, value)
         record = _Record(next(self.slots), jax.typeof(value), sharding)
         shape = sharding.shard_shape(value.shape) if sharding else value.shape
         size = math.prod(shape) * value.dtype.itemsize
-        self.emitted.places[record.slot] = Place(str(name), size, self.kept, self.trips)
+        self.places[record.slot] = Place(str(name), size, self.kept, self.trips)
         place: dict[str, Any] = {"slot": record.slot, "row": self.row, "sharding": sharding}
         return _Away(write(self.spilling.store, value, **place), record)
 
@@ -223,7 +235,7 @@ class _Run:
 
         def step(carry: Any, rows: Any) -> Any:
             index, *rows = rows
-            inside = dataclasses.replace(
+            inside = replace(
                 self,
                 row=self.row * loop.length + index,
                 kept=self.kept * (loop.length if stacks else 1),
@@ -253,7 +265,7 @@ class _Run:
             )
         taken = [x.record if isinstance(x, _Away) else None for x in inputs]
         here = [x.token if isinstance(x, _Away) else x for x in inputs]
-        inside = dataclasses.replace(self, spilling=dataclasses.replace(self.spilling, mesh=None))
+        inside = replace(self, spilling=replace(self.spilling, mesh=None))
         made: list[_Record | None] = []
 
         def run(*args: Any) -> Any:

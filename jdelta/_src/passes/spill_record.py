@@ -31,15 +31,15 @@ class Place:
     trips: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Emitted:
-    """What an evaluation of a step writes.
+    """What a step writes.
 
     Attributes:
         places: The places by their number in the store, the slot.
     """
 
-    places: dict[int, Place] = field(default_factory=dict[int, Place])
+    places: Mapping[int, Place] = field(default_factory=dict[int, Place])
 
     @property
     def bytes(self) -> int:

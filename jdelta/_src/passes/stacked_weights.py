@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdelta._src import _jax
-from jdelta._src._jax import Eqn, Jaxpr, Var
+from jdelta._src._jax import Env, Eqn, Jaxpr, Var
+from jdelta._src.passes.program import Context, Program
 from jdelta._src.program.hlo_names import RECOMPUTE
 from jdelta._src.program.names import RegionName
 from jdelta._src.program.scan import Scan
@@ -32,25 +33,22 @@ Reader = Callable[[Any], Any]
 """Reads a row, given the number of the iteration."""
 
 
-def evaluate(program: Jaxpr, *args: Any) -> list[Any]:
-    """Evaluate a program with the rows of its loops read as said above."""
-    inner = _jax.open_jaxpr(program)
-    env: dict[Var, Any] = dict(zip(inner.constvars, _jax.consts_of(program), strict=True))
-    env.update(zip(inner.invars, args, strict=True))
-    for eqn in inner.eqns:
-        _run(eqn, env)
-    return list(map(_whole, _jax.read(env, inner.outvars)))
+def with_rows_read_in_turn(program: Program, _: Context) -> Program:
+    """The program with the rows of its loops read as said above."""
+    flat = program.flat()
+
+    def run(*args: Any) -> list[Any]:
+        return list(map(_whole, _jax.interpret(flat, args, _run)))
+
+    return program.evaluated(run)
 
 
-def _run(eqn: Eqn, env: dict[Var, Any]) -> None:
+def _run(_: int, eqn: Eqn, env: Env) -> None:
     """Evaluate one equation."""
     if eqn.primitive.name == "scan":
-        made = _loop(eqn, _jax.read(env, eqn.invars))
+        _jax.write(env, eqn, _loop(eqn, _jax.read(env, eqn.invars)))
     else:
-        one = _jax.single(eqn)
-        made = _jax.evaluate(one, *map(_whole, _jax.read(env, _jax.open_jaxpr(one).invars)))
-        eqn = _jax.open_jaxpr(one)
-    env.update(zip(eqn.outvars, made, strict=True))
+        _jax.run(eqn, env, _whole)
 
 
 @dataclass(frozen=True)
@@ -120,27 +118,32 @@ def _body(
         units: For each equation its unit, if each is to begin when those before it are through.
     """
     inner = _jax.open_jaxpr(body)
-    env: dict[Var, Any] = dict(zip(inner.constvars, _jax.consts_of(body), strict=True))
-    env.update(zip(inner.invars, given, strict=False))
     rows = dict(zip(inner.invars[len(given) :], readers, strict=True))
     last = _last_uses(inner)
     begun: set[str] = set()
 
-    def read_rows(wanted: Sequence[Any]) -> None:
-        for var in dict.fromkeys(v for v in wanted if _jax.is_var(v) and v in rows):
-            env[var] = rows.pop(var)(index)
+    def unread(wanted: Sequence[Any]) -> Env:
+        """The rows among some atoms that have not been read before."""
+        first = dict.fromkeys(v for v in wanted if _jax.is_var(v) and v in rows)
+        return {v: rows.pop(v)(index) for v in first}
 
-    for i, eqn in enumerate(inner.eqns):
+    def run(i: int, eqn: Eqn, env: Env) -> None:
+        nonlocal index
         if units and units[i] not in begun and not rows.keys().isdisjoint(_variables(eqn)):
             begun.add(units[i])
             before = (v for e in inner.eqns[:i] for v in e.outvars)
             alive = [v for v in before if last.get(v, -1) >= i and _may_wait(env[v])]
             *values, index = lax.optimization_barrier((*(env[v] for v in alive), index))
             env.update(zip(alive, values, strict=True))
-        read_rows(eqn.invars)
-        _run(eqn, env)
-    read_rows(inner.outvars)
-    return list(map(_whole, _jax.read(env, inner.outvars)))
+        env.update(unread(eqn.invars))
+        _run(i, eqn, env)
+
+    results = _jax.interpret(body, [*given, *(None for _ in readers)], run)
+    handed_on = unread(inner.outvars)
+    return [
+        _whole(handed_on[v] if _jax.is_var(v) and v in handed_on else x)
+        for v, x in zip(inner.outvars, results, strict=True)
+    ]
 
 
 def _may_wait(value: Any) -> bool:

@@ -24,12 +24,11 @@ Which compiler needs which of these was measured: ``benchmarks/compilers/transfe
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -37,12 +36,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdelta._src import _jax
-from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
-from jdelta._src._jax.sharding import UNSHARDED, Shardings
+from jdelta._src._jax import Env, Eqn, Jaxpr, Var, transfers
 from jdelta._src._jax.transfers import is_host
-from jdelta._src.backends.chips import Rates
-from jdelta._src.backends.platforms import backend_of
 from jdelta._src.passes.host_slots import IN_TURN, Stacks
+from jdelta._src.passes.program import Context, Program
 from jdelta._src.passes.transfers_in_loops import (
     Clock,
     Late,
@@ -70,49 +67,31 @@ MOST_AHEAD = 3
 """Units that a transfer may be ahead of its use, or lag behind its producer."""
 
 
-def is_timed(closed: Jaxpr, platform: str, *, offloads: bool) -> bool:
-    """Whether a compiler would choose the wrong time for what a staged step does.
-
-    Args:
-        closed: The step under a policy, staged.
-        platform: Platform of the target.
-        offloads: Whether the policy puts anything on the host.
-    """
-    habits = backend_of(platform).transfers
-    return habits.are_timed if offloads else habits.are_tied and has_regions(closed)
+def timed(program: Program, context: Context) -> Program:
+    """The program with its transfers timed, if its compiler would choose the wrong time."""
+    if not _is_timed(program.jaxpr, context):
+        return program
+    return program.evaluated(_timed(program.flat(), context))
 
 
-def timed(
-    closed: Jaxpr,
-    rates: Rates,
-    platform: str,
-    *,
-    least: bool = False,
-    shardings: Callable[[Jaxpr], Shardings] = lambda _: UNSHARDED,
-) -> Callable[..., list[Any]]:
-    """The program of a staged step with its transfers timed.
+def _is_timed(jaxpr: Jaxpr, context: Context) -> bool:
+    """Whether a compiler would choose the wrong time for what a program does."""
+    habits = context.backend.transfers
+    return habits.are_timed if context.offloads else habits.are_tied and has_regions(jaxpr)
 
-    Args:
-        closed: The step under a policy, staged.
-        rates: Rates of the target: they say how far ahead of its use a fetch has to start.
-        platform: Platform of the target.
-        least: Whether the least memory matters more than hiding transfers: then nothing is fetched
-            ahead of its use.
-        shardings: Tells how the values of a program are cut over devices.
 
-    Returns:
-        A function of the flat arguments of ``closed`` to its flat results.
-    """
-    program = transfers.copied_once(_jax.inline(closed))
-    known = shardings(program)
-    if backend_of(platform).transfers.are_tied:
-        in_place = with_gradients_in_place(program, platform, known)
+def _timed(flat: Jaxpr, context: Context) -> Callable[..., list[Any]]:
+    """What computes the results of a program with its transfers timed."""
+    program = transfers.copied_once(flat)
+    shardings = context.shardings(program)
+    if context.backend.transfers.are_tied:
+        in_place = with_gradients_in_place(program, context.backend, shardings)
         if in_place is not program:  # only a changed program is worth the partitioner's time again
-            program, known = in_place, shardings(in_place)
-    timing = _Timing(program, Clock(rates, platform, known), least)
+            program, shardings = in_place, context.shardings(in_place)
+    timing = _Timing(program, Clock(context.rates, context.backend, shardings), context.least)
 
     def run(*args: Any) -> list[Any]:
-        return _Evaluation(timing).run(args)
+        return _Evaluation(timing, context).run(args)
 
     return run
 
@@ -376,8 +355,11 @@ def _host_inputs(eqn: Eqn) -> list[Var]:
 class _Evaluation:
     """One evaluation of a flat program under its timing."""
 
-    def __init__(self, timing: _Timing):
+    def __init__(self, timing: _Timing, context: Context):
         self.timing = timing
+        self.context = context
+        self.numbers = {index: number for number, index in enumerate(timing.units)}
+        self.delayed = {copy for _, copies in timing.starts.values() for copy in copies}
         self.device: dict[Var, Any] = {}
         self.late: dict[Var, Late] = {}
         clock = timing.clock
@@ -386,29 +368,36 @@ class _Evaluation:
         self.stacks = Stacks(timing.stacked, specs, slot=slot, in_turn=timing.in_turn)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
-        timing = self.timing
-        instead: dict[int, Any] = {
-            index: functools.partial(self._unit, timing.eqns[index], number)
-            for number, index in enumerate(timing.units)
-        }
-        for index, eqn in enumerate(timing.eqns):
-            if transfers.crosses_to_host(eqn) and eqn.outvars[0] in self.stacks.slots:
-                instead[index] = functools.partial(self._write, eqn)
-            elif eqn.primitive.name == "scan" and any(map(is_host, eqn.outvars)):
-                instead[index] = functools.partial(self._forward_loop, eqn)
-            elif eqn.primitive.name == "scan" and any(map(is_host, eqn.invars)):
-                if not timing.least:  # what is fetched an iteration ahead takes one more buffer
-                    instead[index] = functools.partial(self._backward_loop, eqn)
-            elif eqn.primitive.name == "scan" and self._is_outer(eqn):
-                instead[index] = functools.partial(self._outer_loop, eqn)
-        late = [index for _, copies in timing.starts.values() for index in copies]
-        instead.update((index, lambda _: [None]) for index in late)
-        passed = {*timing.ties, *timing.starts, *(timing.head or ())[:1]}
-        passed.update(region - 1 for region in timing.gradients.early)
-        after = {index: functools.partial(self._passed, index) for index in passed}
-        return _jax.evaluate_with(timing.program, args, instead, after)
+        """The results of the program."""
+        return _jax.interpret(self.timing.program, args, self._run)
 
-    def _passed(self, index: int, env: _jax.Env) -> None:
+    def _run(self, index: int, eqn: Eqn, env: Env) -> None:
+        """Evaluate one equation, and end and start what is due then."""
+        results = self._results(index, eqn, env)
+        if results is None:
+            _jax.run(eqn, env)
+        else:
+            _jax.write(env, eqn, results)
+        self._passed(index, env)
+
+    def _results(self, index: int, eqn: Eqn, env: Env) -> Sequence[Any] | None:
+        """The results of what is evaluated in another way; None for all else."""
+        if index in self.numbers:
+            return self._unit(eqn, self.numbers[index], env)
+        if index in self.delayed:
+            return [None]
+        if transfers.crosses_to_host(eqn) and eqn.outvars[0] in self.stacks.slots:
+            return self._write(eqn, env)
+        if eqn.primitive.name != "scan":
+            return None
+        if any(map(is_host, eqn.outvars)):
+            return self._forward_loop(eqn, env)
+        if any(map(is_host, eqn.invars)):
+            # What is fetched an iteration ahead takes one more buffer.
+            return None if self.timing.least else self._backward_loop(eqn, env)
+        return self._outer_loop(eqn, env)
+
+    def _passed(self, index: int, env: Env) -> None:
         """What ends and what starts when an equation is done."""
         timing = self.timing
         if index in timing.ties:
@@ -425,27 +414,24 @@ class _Evaluation:
             for v, growth in timing.gradients.grown[index + 1].items():
                 env[v] = growth(env[growth.of])
 
-    def _forward_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
+    def _forward_loop(self, eqn: Eqn, env: Env) -> list[Any]:
         values, late = forward_loop(
             eqn, _jax.read(env, eqn.invars), self.timing.late, self.timing.clock
         )
         self.late |= late
         return values
 
-    def _backward_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
+    def _backward_loop(self, eqn: Eqn, env: Env) -> list[Any]:
         return backward_loop(eqn, _jax.read(env, eqn.invars), self.late, self.timing.clock)
 
-    def _is_outer(self, loop: Eqn) -> bool:
-        """Whether the body of a loop is timed by itself, as that of a loop over micro-batches."""
-        body, platform = loop.params["jaxpr"], self.timing.clock.platform
-        offloads = transfers.has_transfers(body)
-        return offloads or (not _jax.is_backward(loop) and is_timed(body, platform, offloads=False))
-
-    def _outer_loop(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
+    def _outer_loop(self, eqn: Eqn, env: Env) -> list[Any] | None:
         """A loop with forward and backward pass in it: each iteration is timed by itself."""
-        clock, least = self.timing.clock, self.timing.least
+        offloads = transfers.has_transfers(eqn.params["jaxpr"])
+        context = replace(self.context, arguments=(), offloads=offloads)
+        if not offloads and (_jax.is_backward(eqn) or not _is_timed(eqn.params["jaxpr"], context)):
+            return None
         loop = Scan.of(eqn, _jax.read(env, eqn.invars))
-        body = timed(loop.body, clock.rates, clock.platform, least=least)
+        body = _timed(loop.body, context)
 
         def step(carry: Any, rows: Any) -> Any:
             outputs = body(*loop.consts, *carry, *rows)
@@ -454,7 +440,7 @@ class _Evaluation:
         carry, stacked = loop.scan(step, loop.carry, loop.xs)
         return [*carry, *stacked]
 
-    def _unit(self, eqn: Eqn, number: int, env: _jax.Env) -> list[Any]:
+    def _unit(self, eqn: Eqn, number: int, env: Env) -> list[Any]:
         """A backward unit: fetches for later ones begin with it, its results end together."""
         if number == 0:
             index = self.timing.units[0]
@@ -477,11 +463,11 @@ class _Evaluation:
         ended = zip(_jax.read(env, eqn.outvars), grown, strict=True)
         return [growth(value) if growth else value for value, growth in ended]
 
-    def _fetch(self, number: int, after: Sequence[Var], env: _jax.Env) -> None:
+    def _fetch(self, number: int, after: Sequence[Var], env: Env) -> None:
         """Fetch what is due before a backward unit, ``after`` these values are there."""
         self._bring(self.timing.fetches.get(number, ()), after, env)
 
-    def _bring(self, hosts: Sequence[Var], after: Sequence[Var], env: _jax.Env) -> None:
+    def _bring(self, hosts: Sequence[Var], after: Sequence[Var], env: Env) -> None:
         """Fetch host values, ``after`` these values are there."""
         if after:
             tie((*after, *(hosts if self.timing.tied else ())), env)
@@ -494,7 +480,7 @@ class _Evaluation:
             else:
                 self.device[v] = jax.device_put(env[v], jax.memory.Space.Device)
 
-    def _end(self, value: Var, hosts: Sequence[Var], env: _jax.Env) -> None:
+    def _end(self, value: Var, hosts: Sequence[Var], env: Env) -> None:
         """End copies to the host by the time that a value is there."""
         stacked = [v for v in hosts if v in self.stacks.slots]
         if stacked:
@@ -503,7 +489,7 @@ class _Evaluation:
         if copied:
             tie((value, *copied), env)
 
-    def _write(self, eqn: Eqn, env: _jax.Env) -> list[Any]:
+    def _write(self, eqn: Eqn, env: Env) -> list[Any]:
         """A copy to the host goes to its slot; nothing but a fetch reads it."""
         self.stacks.write(eqn.outvars[0], *_jax.read(env, eqn.invars))
         return [None]

@@ -10,7 +10,6 @@ value.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +20,10 @@ import jax
 from jax import lax
 
 from jdelta._src import _jax
-from jdelta._src._jax import Eqn, Jaxpr, Var, transfers
+from jdelta._src._jax import Env, Eqn, Jaxpr, Var, transfers
 from jdelta._src._jax.sharding import UNSHARDED, Shardings, parts_of
-from jdelta._src.backends.backend import Transfers
+from jdelta._src.backends.backend import Backend, Transfers
 from jdelta._src.backends.chips import Rates
-from jdelta._src.backends.platforms import backend_of
 from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.primitives import LOOPS, MATMULS
@@ -38,22 +36,23 @@ class Clock:
 
     Attributes:
         rates: Rates of the target.
-        platform: Its platform.
+        backend: Its compiler.
         shardings: How the values of the step are cut over devices.
     """
 
     rates: Rates
-    platform: str
+    backend: Backend
     shardings: Shardings = UNSHARDED
 
     @property
     def habits(self) -> Transfers:
         """When the target's compiler runs transfers."""
-        return backend_of(self.platform).transfers
+        return self.backend.transfers
 
     def seconds(self, program: Jaxpr) -> float:
         """Roofline seconds of a whole program."""
-        return program_seconds(graph_of(program, self.shardings), self.rates, self.platform)
+        graph = graph_of(program, self.shardings)
+        return program_seconds(graph, self.rates, self.backend.platform)
 
     def bytes(self, var: Var) -> int:
         """Bytes of a value on one device, wherever it is."""
@@ -173,12 +172,12 @@ def forward_loop(
         made_before, values = state
         late = list(made_before)
 
-        def wait(env: _jax.Env) -> None:
-            assert begin is not None
-            env[begin[1]], late[:] = lax.optimization_barrier((env[begin[1]], late))
+        def run(index: int, eqn: Eqn, env: Env) -> None:
+            _jax.run(eqn, env)
+            if begin and begin[0] == index:
+                env[begin[1]], late[:] = lax.optimization_barrier((env[begin[1]], late))
 
-        after = {begin[0]: wait} if begin else {}
-        outputs = _jax.evaluate_with(body, [*loop.consts, *values, *rows], {}, after)
+        outputs = _jax.interpret(body, [*loop.consts, *values, *rows], run)
         hosts = iter([jax.device_put(x, jax.memory.Space.Host) for x in late])
         carry, ys = outputs[: loop.n_carry], outputs[loop.n_carry :]
         made = [y for y, is_away in zip(ys, away, strict=True) if is_away]
@@ -227,15 +226,18 @@ def backward_loop(
         slices = [next(fetched) if is_away else next(here) for is_away in away]
         coming = [fetch(stacks[0], names[0], following)] if stacks else []
 
-        def next_fetch(stop: Var, env: _jax.Env) -> None:
+        def run(index: int, eqn: Eqn, env: Env) -> None:
+            _jax.run(eqn, env)
+            if index not in stops:
+                return
             # One after the other, as the link will have it: XLA hides each as if it were alone.
+            stop = stops[index]
             tied = (env[stop], coming[-1], following)
             env[stop], coming[-1], row = lax.optimization_barrier(tied)
             if len(coming) < len(stacks):
                 coming.append(fetch(stacks[len(coming)], names[len(coming)], row))
 
-        after = {i: functools.partial(next_fetch, v) for i, v in stops.items()}
-        outputs = _jax.evaluate_with(body, [*loop.consts, *values, *slices], {}, after)
+        outputs = _jax.interpret(body, [*loop.consts, *values, *slices], run)
         coming += [fetch(stacks[i], names[i], following) for i in range(len(coming), len(stacks))]
         return (following, coming, outputs[: loop.n_carry]), outputs[loop.n_carry :]
 

@@ -17,7 +17,7 @@ import numpy as np
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
 from jdelta._src._jax.sharding import Shardings
-from jdelta._src.backends.platforms import backend_of
+from jdelta._src.backends.backend import Backend
 from jdelta._src.estimate.buffers import Compiler, storage
 from jdelta._src.estimate.memory import iteration, stored_sizes
 from jdelta._src.passes.weight_gradients import is_backward_loop
@@ -29,11 +29,11 @@ TOLERANCE = 1.01
 """Times its least that the peak of an iteration may be."""
 
 
-def with_gradients_in_place(program: Jaxpr, platform: str, shardings: Shardings) -> Jaxpr:
+def with_gradients_in_place(program: Jaxpr, backend: Backend, shardings: Shardings) -> Jaxpr:
     """A flat program with such gradients tied in the bodies of its backward loops, if any."""
     inner = _jax.open_jaxpr(program)
     eqns = [
-        _with_ties(eqn, Compiler(backend_of(platform)), shardings) if is_backward_loop(eqn) else eqn
+        _with_ties(eqn, Compiler(backend), shardings) if is_backward_loop(eqn) else eqn
         for eqn in inner.eqns
     ]
     if all(made is eqn for made, eqn in zip(eqns, inner.eqns, strict=True)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from jax import lax
 
 from jdelta._src import _jax
 from jdelta._src._jax import Env, Eqn, Jaxpr, Var
+from jdelta._src.passes.program import Context, Program
 from jdelta._src.program.primitives import CHEAP, EXPENSIVE, RANDOM
 from jdelta._src.program.scan import Scan
 
@@ -29,38 +30,28 @@ _ROW_BY_ROW = (CHEAP | EXPENSIVE | {"copy", "name", "stop_gradient", "reduce_pre
 """Element-wise: what they do to a stack they do to each of its rows."""
 
 
-def updated_in_loops(closed: Jaxpr, donated: Sequence[int]) -> Callable[..., list[Any]] | None:
-    """The program with its weight updates inside its backward loops; None if none can be moved.
-
-    Args:
-        closed: The program, calls inlined.
-        donated: Which of its inputs are donated.
-
-    Returns:
-        A function from flat inputs to flat results.
-    """
-    inner = _jax.open_jaxpr(closed)
+def with_updates_in_loops(program: Program, context: Context) -> Program:
+    """The program with its weight updates inside its backward loops, where they can be moved."""
+    flat = program.flat()
+    inner = _jax.open_jaxpr(flat)
     if inner.effects:
-        return None
-    program = _Program(inner)
-    moved = [m for i, eqn in enumerate(inner.eqns) if (m := program.moved(i, eqn))]
-    order = program.order(moved) if moved else None
+        return program
+    readers = _Readers(inner)
+    moved = [m for i, eqn in enumerate(inner.eqns) if (m := readers.moved(i, eqn))]
+    order = readers.order(moved) if moved else None
     if order is None:
-        return None
-    places = _places(inner, donated)
-    by_loop = {m.loop: m for m in moved}
+        return program
+    places = _places(inner, context.donated)
+    by_place = {order.index(m.loop): m for m in moved}
+    reordered = _jax.with_equations(flat, [inner.eqns[i] for i in order])
 
-    def run(*args: Any) -> list[Any]:
-        env: Env = dict(zip(inner.constvars, _jax.consts_of(closed), strict=True))
-        env.update(zip(inner.invars, args, strict=True))
-        for index in order:
-            if index in by_loop:
-                _run_loop(inner, by_loop[index], places, env)
-            else:
-                _run(inner.eqns[index], env)
-        return _jax.read(env, inner.outvars)
+    def run(index: int, eqn: Eqn, env: Env) -> None:
+        if index in by_place:
+            _run_loop(inner, by_place[index], places, env)
+        else:
+            _jax.run(eqn, env)
 
-    return run
+    return program.evaluated(lambda *args: _jax.interpret(reordered, args, run))
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,7 @@ class _Moved:
     results: tuple[Var, ...]
 
 
-class _Program:
+class _Readers:
     """Who makes and who reads each value of a program."""
 
     def __init__(self, inner: Jaxpr):
@@ -195,12 +186,6 @@ def _places(inner: Jaxpr, donated: Sequence[int]) -> dict[Var, Var]:
 
 def _type(v: Var) -> Any:
     return v.aval.shape, v.aval.dtype
-
-
-def _run(eqn: Eqn, env: Env) -> None:
-    one = _jax.single(eqn)
-    results = _jax.evaluate(one, *_jax.read(env, _jax.open_jaxpr(one).invars))
-    env.update(zip(_jax.open_jaxpr(one).outvars, results, strict=True))
 
 
 def _run_loop(inner: Jaxpr, moved: _Moved, places: Mapping[Var, Var], env: Env) -> None:
