@@ -69,10 +69,10 @@ def stack(unit: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def shapes() -> tuple[Any, ...]:
+def shapes(layers: int = LAYERS) -> tuple[Any, ...]:
     """The stack's weights and input."""
     pair = (jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16),) * 2
-    return [pair] * LAYERS, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    return [pair] * layers, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
 
 
 def size(*arrays: Any) -> int:
@@ -80,10 +80,10 @@ def size(*arrays: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
-def by_hand(target: str) -> Measurement:
+def by_hand(target: str, layers: int = LAYERS) -> Measurement:
     """The stack under `jax.checkpoint`, nothing saved inside a layer."""
     where = resolve(target)
-    traced = jax.jit(stack(jax.checkpoint(layer))).trace(*where.abstract(shapes()))
+    traced = jax.jit(stack(jax.checkpoint(layer))).trace(*where.abstract(shapes(layers)))
     return measure(traced.lower(lowering_platforms=(where.platform,)), where)[1]
 
 
