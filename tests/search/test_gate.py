@@ -12,6 +12,7 @@ import pytest
 import jdelta
 from jdelta import BudgetError, Decision, OffloadError, PlanMismatchError
 from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
+from jdelta._src.search.candidate import Candidate
 from jdelta._src.search.gate import Limits
 from jdelta._src.search.search import Search
 from tests.stand_in import EXACT, lowering_to_itself
@@ -52,7 +53,8 @@ def refused(best):
 
 
 def not_compiled(best):
-    return dataclasses.replace(best, measurement=None)
+    fields = dataclasses.fields(Candidate)
+    return Candidate(**{field.name: getattr(best, field.name) for field in fields})
 
 
 def of_other_decisions(best):

@@ -22,7 +22,7 @@ from jdelta._src.residuals.pins import Pins
 from jdelta._src.residuals.region_inputs import users_names, with_boundaries
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.residuals.unpinnable import why_unpinnable
-from jdelta._src.search.candidate import Candidate, Found
+from jdelta._src.search.candidate import CompiledCandidate, Found
 from jdelta._src.search.history import History
 from jdelta._src.search.search import EARLY, MOST_COMPILES, Search
 from jdelta._src.sizes import Budget
@@ -90,7 +90,10 @@ class Planning:
         return found
 
     def _search(
-        self, grouping: Grouping, before: Search | None = None, alike: Candidate | None = None
+        self,
+        grouping: Grouping,
+        before: Search | None = None,
+        alike: CompiledCandidate | None = None,
     ) -> Search:
         loops = f", {grouping.layers} layers in an iteration" if grouping.layers > 1 else ""
         _LOG.info("tracing the step%s", loops)

@@ -22,6 +22,7 @@ from jdelta._src.residuals.items import Items
 from jdelta._src.search.candidate import (
     GOOD_USE,
     Candidate,
+    CompiledCandidate,
     Found,
     Refused,
     above_plain,
@@ -90,7 +91,7 @@ class Search:
         solver: Solver,
         history: History,
         before: Search | None = None,
-        alike: Candidate | None = None,
+        alike: CompiledCandidate | None = None,
     ):
         """Begin a search.
 
@@ -119,7 +120,7 @@ class Search:
         self._may_fail = before is not None and not (step.grouping.nested or step.grouping.coarse)
         self._alike = alike
         self._splitting = ROW_PASSES * trace.row_bytes / step.target.rates.bandwidth
-        self._exceeding: list[Candidate] = []
+        self._exceeding: list[CompiledCandidate] = []
         self._extra = self._splitting if step.grouping.layers > 1 else 0.0
         if step.grouping.nested:
             everything = items.decisions([Decision.RECOMPUTE] * len(items.problem.items))
@@ -131,14 +132,17 @@ class Search:
         It is compiled too where nothing can be decided: there is no other program then.
         """
         is_only = not self.items.residuals
-        if budget.share is not None or is_only or self._may_fit(budget):
-            self._plain = self._compile(self._plain)
-        return budget.bytes or int((budget.share or 1.0) * self._plain.peak)
+        if budget.bytes is not None and not is_only and not self._may_fit(budget.bytes):
+            return budget.bytes
+        plain = self._plain = self._compile(self._plain)
+        return budget.bytes or int((budget.share or 1.0) * plain.peak)
 
-    def plain_fits(self, bound: int) -> bool:
-        """Whether the plain step is the plan."""
-        wanted = set(self.items.pinned.values()) - {Decision.SAVE}
-        return self._plain.measurement is not None and self._plain.peak <= bound and not wanted
+    def _fitting_plain(self, bound: int) -> CompiledCandidate | None:
+        """The plain step, if that is the plan: it was compiled, and fits."""
+        plain = self._plain
+        if isinstance(plain, CompiledCandidate) and plain.peak <= bound and self._is_free:
+            return plain
+        return None
 
     def better_grouping(self, found: Found) -> Grouping | None:
         """How loops over layers should be run to be quicker within the budget, if there is a way.
@@ -185,10 +189,10 @@ class Search:
             OffloadError: What the user pinned to the host is not there in the compiled program.
             SpillError: What the user pinned to files the compiled program does not write and read.
         """
-        if self.plain_fits(bound):
-            return self._as_it_is(bound)
+        if plain := self._fitting_plain(bound):
+            return self._as_it_is(plain, bound)
         if not self.items.residuals:
-            raise nothing_kept(bound, self._plain, self.trace.uncut)
+            raise nothing_kept(bound, self._compile(self._plain), self.trace.uncut)
         try:
             best, floor = self._improve(bound, most)
         except BudgetError as error:
@@ -196,22 +200,21 @@ class Search:
         best = self._filled(best, bound) if most >= MOST_COMPILES else best
         if self._plain_may_fit_after_all(best, bound):
             self._plain = self._compile(self._plain)
-            if self.plain_fits(bound):
-                return self._as_it_is(bound)
+            if plain := self._fitting_plain(bound):
+                return self._as_it_is(plain, bound)
         return self._found(best, bound, floor)
 
-    def _as_it_is(self, bound: int) -> Found:
-        """The plain step, compiled before, as the plan."""
-        plain = self._plain
+    def _as_it_is(self, plain: CompiledCandidate, bound: int) -> Found:
+        """The plain step as the plan."""
         return Found(plain, bound, plain.peak, plain.peak, (), self._compiles.count)
 
-    def _plain_may_fit_after_all(self, best: Candidate, bound: int) -> bool:
+    def _plain_may_fit_after_all(self, best: CompiledCandidate, bound: int) -> bool:
         """Whether compiling the plain step is worth it, by what was compiled for the best plan.
 
         A small step that stays in a TPU's on-chip memory takes much less than what is simulated,
         and about the same whatever is kept.
         """
-        if not self._is_free or best.overhead <= 0.0 or self._plain.measurement:
+        if not self._is_free or best.overhead <= 0.0 or isinstance(self._plain, CompiledCandidate):
             return False
         is_far_off = self._is_small and best.peak < FAR_BELOW * best.emission.simulated
         return is_far_off or self._expected(self._plain) <= bound
@@ -225,11 +228,12 @@ class Search:
         """
         if found.best.decisions is None:
             return found
-        floor, plain = self._settled_floor(), self._plain.measurement and self._plain.peak
+        floor = self._settled_floor()
+        plain = self._plain.peak if isinstance(self._plain, CompiledCandidate) else None
         known = [self._compiles.least, found.best.peak, plain]
         known += [None if "floor" in found.estimates else found.floor]
         least = min(self._expected(floor), *filter(None, known))
-        called = {"floor": floor.measurement is None, "ceiling": plain is None}
+        called = {"floor": not isinstance(floor, CompiledCandidate), "ceiling": plain is None}
         return replace(
             found,
             floor=least,
@@ -249,13 +253,16 @@ class Search:
         # A plan that does what it says is no worse for a floor that the compiler fails at.
         with contextlib.suppress(OffloadError, SpillError, jax.errors.JaxRuntimeError):
             if not is_sure or self._was_compiled(floor):
-                floor = self._compile(floor)
+                floor = compiled = self._compile(floor)
                 policy = floor.emission.policy
                 if self._is_small and policy and policy.writes_bits:  # else none promises less
-                    floor = self._less_by_hand(floor, PROMISED * floor.peak)
+                    floor = self._less_by_hand(compiled, PROMISED * compiled.peak)
             if self.items.deep and self._is_small:
                 are_foretold = self._compiles.are_foretold
-                floor = self._expected_deep(floor) if are_foretold else self._deep_floor(floor)
+                if isinstance(floor, CompiledCandidate) and not are_foretold:
+                    floor = self._deep_floor(floor)
+                else:
+                    floor = self._expected_deep(floor)
         self.items = near
         return floor
 
@@ -265,7 +272,7 @@ class Search:
         deep = self._floor(least=True)
         return deep if self._expected(deep) < self._expected(floor) else floor
 
-    def _found(self, best: Candidate, bound: int, floor: Candidate) -> Found:
+    def _found(self, best: CompiledCandidate, bound: int, floor: Candidate) -> Found:
         """The outcome, its floor and ceiling as far as they are known by now."""
         estimates = {"floor": floor, "ceiling": self._plain}
         least = min(self._expected(floor), best.peak)
@@ -274,7 +281,11 @@ class Search:
             bound,
             least,
             max(least, self._expected(self._plain)),
-            tuple(name for name, figure in estimates.items() if figure.measurement is None),
+            tuple(
+                name
+                for name, figure in estimates.items()
+                if not isinstance(figure, CompiledCandidate)
+            ),
             self._compiles.count,
             self._refused(best, bound),
         )
@@ -290,8 +301,8 @@ class Search:
         if self._may_fail:
             raise error
         plain = self._plain = self._compile(self._plain)
-        if self.plain_fits(bound):
-            return self._as_it_is(bound)
+        if self._fitting_plain(bound):
+            return self._as_it_is(plain, bound)
         known = self._remembered(bound, self._floor())
         best = self._tried(known) if known else None
         if best and best.peak <= bound:
@@ -301,7 +312,7 @@ class Search:
             raise above_plain(bound, plain, floor, self.items.residuals, platform) from None
         raise error
 
-    def _filled(self, best: Candidate, bound: int) -> Candidate:
+    def _filled(self, best: CompiledCandidate, bound: int) -> CompiledCandidate:
         """A quicker plan, where one leaves much of the budget at a price: found by compiling.
 
         The simulation may be far off for a small step, so that nothing larger seemed to fit.
@@ -329,7 +340,9 @@ class Search:
                 best = tried if tried.overhead <= best.overhead else best
         return self._with_single_values(best, bound, most)
 
-    def _with_single_values(self, best: Candidate, bound: int, most: int) -> Candidate:
+    def _with_single_values(
+        self, best: CompiledCandidate, bound: int, most: int
+    ) -> CompiledCandidate:
         """The plan with one value more saved, and one more, as long as it fits."""
         while self._compiles.count < most and best.leaves_much(bound):
             candidate = self._with_one_more(best)
@@ -361,7 +374,7 @@ class Search:
             item.bytes for item in self.items.problem.items if decisions[item.name] is Decision.SAVE
         )
 
-    def _refused(self, best: Candidate, bound: int) -> Refused | None:
+    def _refused(self, best: CompiledCandidate, bound: int) -> Refused | None:
         """What would be saved next, had it fitted: of the quicker plans that were too large.
 
         That of them that needs least.
@@ -407,7 +420,7 @@ class Search:
         target, graph = self.step.target, candidate.emission.timeline.graph
         return program_seconds(graph, target.rates, target.platform)
 
-    def _compiled_floor(self, bound: int) -> Candidate:
+    def _compiled_floor(self, bound: int) -> CompiledCandidate:
         """The plan with the least peak; if need be what enters the units is on the host too.
 
         Before that, XLA is left to itself as by hand (`Policy.is_by_hand`). And next to nothing is
@@ -433,7 +446,7 @@ class Search:
             raise too_small(bound, floor, least, self.items.residuals, self.step.target.platform)
         return floor
 
-    def _less_by_hand(self, floor: Candidate, most: float = math.inf) -> Candidate:
+    def _less_by_hand(self, floor: CompiledCandidate, most: float = math.inf) -> CompiledCandidate:
         """The floor, or everything recomputed as by hand, if that is compiled to less.
 
         By hand a unit computes its result again although the next unit has it, so it need not stay
@@ -454,7 +467,7 @@ class Search:
         candidate = replace(candidate, overhead=floor.overhead + more)
         return min(floor, self._compile(candidate), key=lambda c: c.peak)
 
-    def _deep_floor(self, floor: Candidate) -> Candidate:
+    def _deep_floor(self, floor: CompiledCandidate) -> CompiledCandidate:
         """The least peak with what enters the units on the host too, nothing spent on overlap.
 
         Larger plans, in which transfers are timed again, may put it there as well.
@@ -467,13 +480,14 @@ class Search:
         self.items = near
         return floor
 
-    def _improve(self, bound: int, most: int) -> tuple[Candidate, Candidate]:
+    def _improve(self, bound: int, most: int) -> tuple[CompiledCandidate, Candidate]:
         """The best plan found for the budget, and the floor.
 
         The floor is compiled only where it is in doubt that it fits, and where nothing else does;
         and not at all where another search has a plan.
         """
-        floor, best = self._floor(), None
+        floor: Candidate = self._floor()
+        best: CompiledCandidate | None = None
         if floor.predicted > SURELY_BELOW * bound and not self._may_fail:
             count = self._compiles.count
             floor = best = self._compiled_floor(bound)
@@ -495,7 +509,7 @@ class Search:
             in_doubt = exceeded > 1 or (last and (best is None or exceeded > 0))
             safe = in_doubt and (best is None or best is floor)
             goal = bound - _margin(excess, bound, safe=safe)
-            if floor.measurement and goal <= floor.peak:  # nothing is below the floor
+            if isinstance(floor, CompiledCandidate) and goal <= floor.peak:  # nothing is below
                 goal = (floor.peak + bound) // 2
             candidate = self._fit(floor, goal)
             # With the floor's error, what recomputes little may be predicted too high.
@@ -503,17 +517,17 @@ class Search:
                 candidate, files_tried = self._next_to_nothing_kept(bound), True
             if candidate.decisions == (best or floor).decisions:
                 break
-            candidate = self._tried(candidate)
-            if candidate is None:
+            tried = self._tried(candidate)
+            if tried is None:
                 continue
-            quicker_near = self._better_without_offload(candidate)
+            quicker_near = self._better_without_offload(tried)
             if quicker_near:
                 self.items = self.items.without(Decision.OFFLOAD)
-            if candidate.peak > bound:
-                excess, exceeded = candidate.peak - bound, exceeded + 1
-            elif best is None or candidate.overhead <= best.overhead:
-                best = candidate
-                if candidate.peak >= GOOD_USE * bound and not quicker_near:
+            if tried.peak > bound:
+                excess, exceeded = tried.peak - bound, exceeded + 1
+            elif best is None or tried.overhead <= best.overhead:
+                best = tried
+                if tried.peak >= GOOD_USE * bound and not quicker_near:
                     break
         if known and (best is None or known.overhead < best.overhead):
             tried = self._tried(known)
@@ -623,63 +637,59 @@ class Search:
     def _was_compiled(self, candidate: Candidate) -> bool:
         return self._compiles.has(self.step.grouping, candidate.emission.policy)
 
-    def _tried(self, candidate: Candidate) -> Candidate | None:
+    def _tried(self, candidate: Candidate) -> CompiledCandidate | None:
         """The candidate, compiled; None if the program does not do what it says.
 
         The way that failed is closed then.
         """
         try:
-            candidate = self._compile(candidate)
+            tried = self._compile(candidate)
         except SpillError as error:
             self._close(error, Decision.SPILL)
             return None
-        if self._offload_failed(candidate):
+        if self._offload_failed(tried):
             self.items = self.items.without(Decision.OFFLOAD)
             return None
-        return candidate
+        return tried
 
-    def _compile(self, candidate: Candidate) -> Candidate:
+    def _compile(self, candidate: Candidate) -> CompiledCandidate:
         """The candidate, compiled, unless it was before.
 
         Raises:
             SpillError: The program does not write and read what it should.
         """
-        emission = candidate.emission
-        program = self._compiles.measured(self.step, candidate)
-        measurement = program.measurement
-        if candidate.decisions is not None and not measurement.refused:
+        compiled = self._compiles.compiled(self.step, candidate)
+        emission, decisions = compiled.emission, compiled.decisions
+        measurement = compiled.measurement
+        if decisions is not None and not measurement.refused:
             files = measurement.files
-            check_spilled(self.items.residuals, candidate.decisions, emission.spilled, files)
-        candidate = replace(candidate, **program._asdict())
-        if candidate.decisions is not None and not measurement.refused:
-            self._exceeding.append(candidate)
-        if candidate.decisions is not None:
-            self._correction.learn(candidate)
-            candidate = replace(candidate, overhead=self._overhead(candidate))
-        if emission.policy is not None and not self._offload_failed(candidate):
-            overhead, peak = candidate.overhead, candidate.peak
+            check_spilled(self.items.residuals, decisions, emission.spilled, files)
+            self._exceeding.append(compiled)
+        if decisions is not None:
+            self._correction.learn(compiled)
+            compiled = replace(compiled, overhead=self._overhead(compiled, decisions))
+        if emission.policy is not None and not self._offload_failed(compiled):
+            overhead, peak = compiled.overhead, compiled.peak
             self._compiles.know(self.step.grouping, emission.policy, overhead, peak)
-        return candidate
+        return compiled
 
-    def _overhead(self, candidate: Candidate) -> float:
+    def _overhead(self, candidate: CompiledCandidate, decisions: Mapping[str, Decision]) -> float:
         """Seconds that a plan adds, now that it is compiled.
 
         Transfers are as exposed as in its schedule. On GPUs, whose steps take about what their
         instructions do, these say what several layers in an iteration take more.
         """
-        decisions, measurement = candidate.decisions, candidate.measurement
-        assert decisions is not None
-        assert measurement is not None
+        measurement = candidate.measurement
         alike, tolerances = self._alike, self.step.target.backend.tolerances
         by_overlap = tolerances.judges_by_overlap and not measurement.refused
-        if alike and alike.measurement and by_overlap:
+        if alike and by_overlap:
             return alike.overhead + measurement.overlap.seconds - alike.measurement.overlap.seconds
         if measurement.host:
             rest = self.items.overhead_but_for_host(decisions)
             return rest + measurement.overlap.exposed + self._extra
         return candidate.overhead
 
-    def _offload_failed(self, candidate: Candidate) -> bool:
+    def _offload_failed(self, candidate: CompiledCandidate) -> bool:
         """Whether the compiled program does not offload what the plan does, or does it wrong.
 
         Raises:
@@ -693,7 +703,7 @@ class Search:
             raise fault
         return True
 
-    def _better_without_offload(self, candidate: Candidate) -> bool:
+    def _better_without_offload(self, candidate: CompiledCandidate) -> bool:
         """Whether recompute alone is quicker than transfers as exposed as the compiler has them."""
         decisions, near = candidate.decisions, self.items.without(Decision.OFFLOAD)
         assert decisions is not None
@@ -708,13 +718,13 @@ class Search:
 
     def _expected(self, candidate: Candidate) -> int:
         """Compiled peak, else the peak predicted with all that is known by now."""
-        if candidate.measurement:
+        if isinstance(candidate, CompiledCandidate):
             return candidate.peak
         return self._correction.predicted(candidate.emission)
 
-    def _may_fit(self, budget: Budget) -> bool:
+    def _may_fit(self, bound: int) -> bool:
         """Whether compiling the plain step is worth it."""
-        return budget.bytes is not None and self._plain.predicted <= MAY_FIT * budget.bytes
+        return self._plain.predicted <= MAY_FIT * bound
 
 
 def _margin(excess: int, bound: int, *, safe: bool) -> int:
