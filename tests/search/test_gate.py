@@ -39,7 +39,7 @@ def measured(emission, *_, **said):
 
 @pytest.fixture
 def plan(monkeypatch):
-    monkeypatch.setattr("jdelta._src.search.search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", lambda e, *_, **__: measured(e))
     return functools.partial(jdelta.plan, step, 0.6, *ARGS, target=TARGET, host_budget=0)
 
@@ -97,7 +97,7 @@ HOST_LIES = [
 @pytest.mark.parametrize(("said", "match"), HOST_LIES)
 def test_what_is_said_to_be_on_the_host_is_there(said, match, plan, monkeypatch):
     monkeypatch.setattr(
-        "jdelta._src.search.search.host_fault", lambda *_: None
+        "jdelta._src.search.attempts.host_fault", lambda *_: None
     )  # a search that looks away
     monkeypatch.setattr(
         "jdelta._src.search.history.measure", lambda e, *_, **__: measured(e, **said)
