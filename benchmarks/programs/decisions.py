@@ -45,7 +45,7 @@ def judged_by(compiler: str) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch("jdelta._src.search.search.emit", lowering_to_itself),
+        mock.patch("jdelta._src.search.propose.emit", lowering_to_itself),
         mock.patch("jdelta._src.search.history.measure", saying_what_is_predicted),
     ):
         yield

@@ -12,6 +12,7 @@ import pytest
 import jdelta
 from jdelta import BudgetError, Decision, OffloadError, PlanMismatchError
 from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
+from jdelta._src.search.candidate import Candidate
 from jdelta._src.search.gate import Limits
 from jdelta._src.search.search import Search
 from tests.stand_in import EXACT, lowering_to_itself
@@ -38,7 +39,7 @@ def measured(emission, *_, **said):
 
 @pytest.fixture
 def plan(monkeypatch):
-    monkeypatch.setattr("jdelta._src.search.search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", lambda e, *_, **__: measured(e))
     return functools.partial(jdelta.plan, step, 0.6, *ARGS, target=TARGET, host_budget=0)
 
@@ -52,7 +53,8 @@ def refused(best):
 
 
 def not_compiled(best):
-    return dataclasses.replace(best, measurement=None)
+    fields = dataclasses.fields(Candidate)
+    return Candidate(**{field.name: getattr(best, field.name) for field in fields})
 
 
 def of_other_decisions(best):
@@ -95,7 +97,7 @@ HOST_LIES = [
 @pytest.mark.parametrize(("said", "match"), HOST_LIES)
 def test_what_is_said_to_be_on_the_host_is_there(said, match, plan, monkeypatch):
     monkeypatch.setattr(
-        "jdelta._src.search.search.host_fault", lambda *_: None
+        "jdelta._src.search.attempts.host_fault", lambda *_: None
     )  # a search that looks away
     monkeypatch.setattr(
         "jdelta._src.search.history.measure", lambda e, *_, **__: measured(e, **said)

@@ -19,7 +19,6 @@ from jdelta._src.backends.target import Target, is_on_host, resolve
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, BudgetError
 from jdelta._src.estimate.seconds import program_seconds
-from jdelta._src.hlo.measure import Measurement
 from jdelta._src.passes.emit import Step
 from jdelta._src.passes.spill_record import check_handlers
 from jdelta._src.plan.call import Call, call_of, described
@@ -351,8 +350,7 @@ def _plan(
     own = search.own_recompute()
     room = math.inf if spill is None or spill.limit_bytes is None else spill.limit_bytes
     verify(best, search.items.residuals, Limits(result.budget, host_room, room))
-    measurement: Measurement | None = best.measurement
-    assert measurement is not None
+    measurement = best.measurement
     return Plan(
         question=Question(
             budget=result.budget,
