@@ -152,8 +152,14 @@ def product(steps: Iterable[str], targets: Iterable[str], **others: Iterable[Any
 
 
 def table(heads: Iterable[str], lines: Iterable[Iterable[str]], rows: Iterable[Row]) -> str:
-    """A table in Markdown, and below it at which revisions its rows were made."""
-    return f"{markdown(heads, lines)}\n\n{made_at(rows)}"
+    """A table in Markdown, and below it at which revisions its rows were made; "" without rows."""
+    rows = list(rows)
+    return f"{markdown(heads, lines)}\n\n{made_at(rows)}" if rows else ""
+
+
+def page(parts: Iterable[str]) -> str:
+    """Tables and lines one below the other, those that say something."""
+    return "\n\n".join(filter(None, parts))
 
 
 def markdown(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

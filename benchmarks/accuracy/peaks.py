@@ -91,10 +91,10 @@ def errors(rows: list[Row]) -> str:
         lines.append([step, target, *figures])
     planned = [abs(error(r)) for r in rows if r["kept"] is not None]
     heads = ["step", "target", "plain", *(f"{k:.0%} kept" for k in KEPT[1:])]
-    shown = study.table(heads, lines, rows)
-    if not planned:
-        return shown
-    return f"{shown}\n\nMedian of the plans' errors: {statistics.median(planned):.1%}"
+    parts = [study.table(heads, lines, rows)]
+    if planned:
+        parts.append(f"Median of the plans' errors: {statistics.median(planned):.1%}")
+    return study.page(parts)
 
 
 def kernels_row(step: str, target: str, variant: str) -> Row:
@@ -127,7 +127,7 @@ def tables(rows: list[Row]) -> str:
     simulated = [r for r in rows if r["what"] == "simulated"]
     kernels = [r for r in rows if r["what"] == "kernels"]
     of_kernels = study.table(KERNEL_HEADS, map(kernel_cells, kernels), kernels)
-    return f"{errors(simulated)}\n\n{of_kernels}"
+    return study.page([errors(simulated), of_kernels])
 
 
 EVERY_STEP = tuple(dict.fromkeys((*steps.PLANNED, *OF_KERNELS)))

@@ -199,7 +199,7 @@ def tables(rows: list[Row]) -> str:
     of_values = [r for r in rows if r["what"] == "values"]
     plain = [r for r in of_steps if r["share"] is None]
     plans = [r for r in of_steps if r["share"] is not None]
-    return "\n\n".join(
+    return study.page(
         [
             study.table(HEADS, map(cells, plain), plain),
             study.table(ADDED, map(added, plans), plans),

@@ -109,7 +109,7 @@ def tables(rows: list[Row]) -> str:
     """The rows as the docs show them: products, and masks."""
     products = [r for r in rows if r["step"] in PRODUCTS]
     masks = [r for r in rows if r["step"] in MASKS]
-    return "\n\n".join(
+    return study.page(
         [
             study.table(PRODUCT_HEADS, map(product_cells, products), products),
             study.table(MASK_HEADS, map(mask_cells, masks), masks),

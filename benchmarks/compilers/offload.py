@@ -205,7 +205,7 @@ def tables(rows: list[Row]) -> str:
         [step, *(shares.get((step, target), "not run") for target in steps.FOUR_TARGETS)]
         for step in study.values(others, "step")
     ]
-    return "\n\n".join(
+    return study.page(
         [
             study.table(HEADS, map(cells, beside), beside),
             study.table(["program", *steps.FOUR_TARGETS], lines, others),

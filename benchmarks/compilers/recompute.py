@@ -98,7 +98,7 @@ def tables(rows: list[Row]) -> str:
     """The rows as the docs show them: of dropout, and of gradients."""
     dropout = [r for r in rows if r["step"] in TWO_BLOCKS]
     gradients = [r for r in rows if r["step"] not in TWO_BLOCKS]
-    return "\n\n".join(
+    return study.page(
         [
             study.table(DROPOUT_HEADS, map(of_two_blocks, dropout), dropout),
             study.table(HEADS, map(cells, gradients), gradients),

@@ -242,7 +242,7 @@ def tables(rows: list[Row]) -> str:
     """The rows as the docs show them: by ways to say it, and by what the scheduler is told."""
     of_ways = [r for r in rows if r["step"] != MLP]
     of_limits = [r for r in rows if r["step"] == MLP]
-    return f"{ways(of_ways)}\n\n{limits(of_limits)}"
+    return study.page([ways(of_ways), limits(of_limits)])
 
 
 def ways(rows: list[Row]) -> str:

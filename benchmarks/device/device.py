@@ -256,7 +256,7 @@ def tables(rows: list[Row]) -> str:
     for r in rows:
         if r["what"] == "rates":
             parts.append(study.table(RATE_HEADS, rates(r), [r]))
-    return "\n\n".join(parts)
+    return study.page(parts)
 
 
 def predicted_orders(ran: list[Row]) -> Iterator[str]:

@@ -154,7 +154,7 @@ def tables(rows: list[Row]) -> str:
     of_device: dict[str, list[Row]] = {}
     for r in rows:
         of_device.setdefault(r.get("device", "cpu"), []).append(r)
-    return "\n\n".join(study.table(HEADS, map(cells, found), found) for found in of_device.values())
+    return study.page(study.table(HEADS, map(cells, found), found) for found in of_device.values())
 
 
 def points(rows: list[Row]) -> list[jdelta.RokPoint]:

@@ -303,7 +303,7 @@ def tables(rows: list[Row]) -> str:
         "processes": (PROCESS_HEADS, (process_cells(r, processes) for r in processes)),
         "copies": (COPY_HEADS, map(copy_cells, of["copies"])),
     }
-    return "\n\n".join(study.table(*lines[what], of[what]) for what in WHAT if of[what])
+    return study.page(study.table(*lines[what], of[what]) for what in WHAT)
 
 
 WHAT = ("devices", "processes", "copies")

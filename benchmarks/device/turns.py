@@ -229,7 +229,7 @@ def ratio(a: Row, b: Row) -> float:
 def tables(rows: list[Row]) -> str:
     """The tables as the docs show them."""
     of = {what: [r for r in rows if r["what"] == what] for what in HEADS}
-    return "\n\n".join(
+    return study.page(
         study.table(HEADS[what], [cells(r, f) for r in found for f in r["programs"]], found)
         for what, found in of.items()
     )

@@ -127,7 +127,7 @@ def medians(rows: list[Row]) -> str:
 
 def tables(rows: list[Row]) -> str:
     """The rows as the docs show them."""
-    return study.table(HEADS, map(cells, rows), rows) + "\n\n" + medians(rows)
+    return study.page([study.table(HEADS, map(cells, rows), rows), medians(rows)])
 
 
 def jobs(

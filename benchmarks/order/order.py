@@ -306,8 +306,9 @@ def tables(rows: list[Row]) -> str:
     parts = [study.table(HEADS, map(cells, plain), plain)]
     parts += [means(plain)] if plain else []
     parts += [study.table(heads, lines, scaled)]
-    parts += [study.table(SMALL_HEADS, map(small_cells, of_small), of_small), summary(of_small)]
-    return "\n\n".join(parts)
+    parts += [study.table(SMALL_HEADS, map(small_cells, of_small), of_small)]
+    parts += [summary(of_small)] if of_small else []
+    return study.page(parts)
 
 
 def jobs(step: Sequence[str] = (*STEPS, *DEEPER, *SMALL)) -> list[Job]:

@@ -85,7 +85,7 @@ def tables(rows: list[Row]) -> str:
     found = [peaks([r for r in shares if r["target"] == t]) for t in study.values(shares, "target")]
     found.append(study.table(WORTH, map(worth, study.grouped(shares).values()), shares))
     found.append(study.table(VERDICT, map(verdict, study.grouped(sweep).values()), sweep))
-    return "\n\n".join([*found, study.table(HEADS, map(cells, cut), cut)])
+    return study.page([*found, study.table(HEADS, map(cells, cut), cut)])
 
 
 def peaks(rows: list[Row]) -> str:

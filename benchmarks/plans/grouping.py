@@ -92,7 +92,7 @@ def tables(rows: list[Row]) -> str:
         found = [r for r in rows if r["what"] == what]
         lines = [[r["step"], r["target"], mib(r["budget"]), *cells(r)] for r in found]
         made.append(study.table(["step", "target", "budget", *HEADS[what]], lines, found))
-    return "\n\n".join(made)
+    return study.page(made)
 
 
 EVERY_STEP = tuple(dict.fromkeys(itertools.chain.from_iterable(STEPS.values())))

@@ -193,7 +193,7 @@ def tables(rows: list[Row]) -> str:
     """The rows as the docs show them."""
     here = [r for r in rows if r["target"] == "cpu"]
     others = [r for r in rows if r["target"] != "cpu"]
-    return "\n\n".join(
+    return study.page(
         [
             study.table(CPU_HEADS, map(on_cpu, here), here),
             study.table(OTHER_HEADS, map(elsewhere, others), others),

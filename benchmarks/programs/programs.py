@@ -213,7 +213,7 @@ SUMMARY = (
 
 def tables(rows: list[Row]) -> str:
     """The rows as the docs show them: a summary, what is not right, and all of them."""
-    return "\n\n".join(
+    return study.page(
         [
             study.table(SUMMARY, summary(rows), rows),
             study.markdown(("step", "target", "what is not right"), failed(rows)),
