@@ -257,9 +257,12 @@ def test_below_the_floor_of_an_unrolled_step_on_a_cpu_says_why(monkeypatch):
     assert "undoes" not in str(scanned.value)
 
 
-def test_what_was_not_compiled_is_called_predicted(half):
-    assert half.estimates == ("floor",)
-    assert re.search(r"floor \S+ \S+ predicted, plain step \S+ \S+\)", str(half))
+@pytest.mark.parametrize("estimates", [(), ("floor",), ("ceiling",), ("floor", "ceiling")])
+def test_what_was_not_compiled_is_called_predicted(half, estimates):
+    search = dataclasses.replace(half.search, estimates=estimates)
+    plan = dataclasses.replace(half, search=search)
+    floor, ceiling = (" predicted" if name in estimates else "" for name in ("floor", "ceiling"))
+    assert re.search(rf"floor \S+ \S+{floor}, plain step \S+ \S+{ceiling}\)", str(plan))
 
 
 @pytest.mark.parametrize(

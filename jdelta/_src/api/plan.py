@@ -41,7 +41,8 @@ class Plan(PlanRecord):
 
     A plan made with ``per_layer=False`` is a ``jax.checkpoint`` policy: pass it as ``policy=`` to
     ``jdelta.remat``, ``jax.checkpoint``, ``nn.remat`` or ``nnx.remat`` around units marked with
-    ``jdelta.remat``. It is immutable and hashable; plans whose records are equal are equal.
+    ``jdelta.remat``. It is immutable and hashable; plans that came out alike are
+    equal.
 
     Attributes:
         question: What was asked: budget, target, solver, pins, bounds on other memories.

@@ -25,7 +25,8 @@ class Question:
     Sizes are in bytes, and the target has its full name. For example ``Question(budget=8 << 30,
     target="tpu:v5e:2x2", donate_argnums=(0,), static=(), solver="milp",
     pins=(("h/mlp/*", Decision.SAVE),), host_budget=40 << 30, per_layer=True, spill=None,
-    reorder=False)``.
+    reorder=False)``. How the answer was to be found does not make two questions unequal: plans that
+    came out alike are equal, and JAX traces a step under both of them once.
 
     Attributes:
         budget: Bound on the peak per device of the whole compiled step, bytes.
@@ -47,12 +48,12 @@ class Question:
     target: str
     donate_argnums: Arguments
     static: Arguments = field(repr=False)
-    solver: str
-    pins: tuple[tuple[str, Decision], ...]
-    host_budget: int | None
-    per_layer: bool
+    solver: str = field(compare=False)
+    pins: tuple[tuple[str, Decision], ...] = field(compare=False)
+    host_budget: int | None = field(compare=False)
+    per_layer: bool = field(compare=False)
     spill: Spill | None
-    reorder: bool
+    reorder: bool = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Answer:
 
     policy: Policy | None
     residuals: tuple[Residual, ...] = field(repr=False)
-    pinned: tuple[tuple[str, Decision], ...] = field(repr=False)
+    pinned: tuple[tuple[str, Decision], ...] = field(repr=False, compare=False)
     aliases: tuple[tuple[str, str], ...] = field(repr=False)
     grouping: Grouping
     updates_moved: int
