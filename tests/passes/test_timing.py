@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jdelta
-from benchmarks.compilers.offload import LAYERS, by_hand, queries, shapes, size, stack
+from benchmarks.compilers.offload import by_hand, queries, shapes, size, stack
 from benchmarks.compilers.offload import layer as stack_layer
 from benchmarks.models import find
 from jdelta import BudgetError, Decision
@@ -650,8 +650,7 @@ FEWER = 8
 def test_unrolled_offload_works(target):
     if refusal := resolve(target).offload_refusal:
         pytest.skip(refusal)
-    layers = FEWER if target.startswith("tpu") else LAYERS
-    step, (weights, x) = stack(jdelta.remat(stack_layer)), shapes(layers)
+    step, (weights, x) = stack(jdelta.remat(stack_layer)), shapes()
     pin = {"*": "recompute", "*/tanh*": "offload"}
     plan = jdelta.plan(step, "1GiB", weights, x, target=target, pin=pin)
     away = sum(r.bytes for r in plan.residuals if plan.decisions[r.name] is Decision.OFFLOAD)
@@ -660,8 +659,7 @@ def test_unrolled_offload_works(target):
     if target.startswith("cuda"):
         assert temporaries <= 450 * 2**20
     else:
-        print("TEMP", temporaries / size(x), by_hand(target, layers).temporaries / size(x))
-        assert temporaries <= 6 * size(x) < by_hand(target, layers).temporaries
+        assert temporaries <= 0.35 * by_hand(target).temporaries
     assert ".remat" not in plan.compiled.as_text()  # what XLA recomputes by itself
 
 
