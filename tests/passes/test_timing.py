@@ -644,6 +644,7 @@ FEWER = 8
 """Layers of the stack where its 16 would take minutes to compile."""
 
 
+@pytest.mark.full
 @pytest.mark.full_effort
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", [*TARGETS, AMPERE])
@@ -707,6 +708,7 @@ def narrowing(ws, x):
     return x + jnp.sin(h @ ws["c"]) @ ws["a"]
 
 
+@pytest.mark.full
 @pytest.mark.full_effort
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", [*TARGETS, AMPERE])
