@@ -11,10 +11,10 @@ from tests.flags import flags
 DEVICES = 8
 jax.config.update("jax_num_cpu_devices", DEVICES)
 
-# Tests ask for numbers and bytes. LLVM's effort changes neither, and takes a third of
-# the seconds of a compile for a CPU (with none at all it rounds otherwise); for a TPU the effort goes into the code of kernels and takes
-# four of five. A test of what the least effort leaves out is marked `full_effort`;
-# JAX_EXEC_TIME_OPTIMIZATION_EFFORT=0 is for all tests.
+# Tests ask for numbers and bytes, which these efforts leave alone. Of LLVM's the first level does:
+# a third less of the seconds of a compile for a CPU (with none at all it rounds otherwise). For a
+# TPU the effort goes into the code of kernels, four of five seconds. A test of what the least
+# effort leaves out is marked `full_effort`; JAX_EXEC_TIME_OPTIMIZATION_EFFORT=0 is for all tests.
 QUICK = "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
 EFFORT = float(os.environ.get("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "-1"))
 os.environ.setdefault("XLA_FLAGS", QUICK)
