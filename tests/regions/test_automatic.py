@@ -404,8 +404,8 @@ def test_the_floor_of_layers_with_random_bits_is_that_of_recompute_by_hand(kind,
     def shape(*sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
-    weights = [(shape(256, 1024), shape(1024, 256))] * 2
-    args = weights, shape(32768, 256), jax.eval_shape(lambda: jax.random.key(0))
+    weights = [(shape(512, 2048), shape(2048, 512))] * 3
+    args = weights, shape(16384, 512), jax.eval_shape(lambda: jax.random.key(0))
     options = {"target": target, "host_budget": 0, "donate_argnums": 0}
     by_hand = jdelta.plan(step_of(jax.checkpoint(block)), None, *args, **options).compiled_peak
     for unit in (block, jdelta.remat(block)):
