@@ -71,7 +71,7 @@ def timed(program: Program, context: Context) -> Program:
     """The program with its transfers timed, if its compiler would choose the wrong time."""
     if not _is_timed(program.jaxpr, context):
         return program
-    return program.evaluated(_timed(program.flat(), context))
+    return program.evaluated(_timed(program.flat, context))
 
 
 def _is_timed(jaxpr: Jaxpr, context: Context) -> bool:
