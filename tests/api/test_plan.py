@@ -11,6 +11,7 @@ import pytest
 
 import jdelta
 from jdelta import BudgetError, Decision, PlanMismatchError, TargetError
+from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
 from jdelta._src.regions.policy import Policy
@@ -50,6 +51,25 @@ def arguments(rows=ROWS):
     key = jax.random.key(0)
     params = 0.3 * jax.random.normal(key, (LAYERS, WIDTH, WIDTH))
     return params, jax.random.normal(key, (rows, WIDTH))
+
+
+RATES = Rates(
+    matmul=(("bfloat16", 1.3e11), ("float32", 1.3e11), ("float32 highest", 1.3e11)),
+    vector=4.1e10,
+    integer=5.6e10,
+    bandwidth=1.76e10,
+    device_to_host=8.8e9,
+    host_to_device=8.8e9,
+)
+"""As measured on two cores that do nothing else."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rates():
+    """Plans depend on rates, and those that are measured on what else the machine does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jdelta._src.backends.target.measured_rates", lambda *_: RATES)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +275,10 @@ def test_below_the_floor_of_an_unrolled_step_on_a_cpu_says_why(monkeypatch):
     with pytest.raises(BudgetError) as scanned:
         jdelta.plan(small.step, 0.1, *small.make_args(), donate_argnums=0)
     assert "undoes" not in str(scanned.value)
+
+
+def test_the_floor_of_half_the_peak_is_not_compiled(half):
+    assert half.estimates == ("floor",)
 
 
 @pytest.mark.parametrize("estimates", [(), ("floor",), ("ceiling",), ("floor", "ceiling")])

@@ -645,7 +645,6 @@ FEWER = 8
 
 
 @pytest.mark.full
-@pytest.mark.full_effort
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", [*TARGETS, AMPERE])
 def test_unrolled_offload_works(target):
@@ -709,7 +708,6 @@ def narrowing(ws, x):
 
 
 @pytest.mark.full
-@pytest.mark.full_effort
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", [*TARGETS, AMPERE])
 def test_transfers_of_a_loop_run_behind_compute(target):

@@ -117,6 +117,9 @@ def test_every_kind_of_plan_is_of_the_schema_and_comes_back(make, tmp_path):
     VALIDATOR.validate(json.loads((tmp_path / "plan.json").read_text()))
     loaded = jdelta.load(tmp_path / "plan.json")
     assert loaded == plan
+    assert hash(loaded) == hash(plan)
+    assert dataclasses.asdict(loaded.question) == dataclasses.asdict(plan.question)
+    assert loaded.answer.pinned == plan.answer.pinned
     assert loaded.decisions == plan.decisions
     assert str(loaded) == str(plan)
 

@@ -15,22 +15,11 @@ from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
 from jdelta._src.search.candidate import Candidate
 from jdelta._src.search.gate import Limits
 from jdelta._src.search.search import Search
+from tests.sines import shapes, step
 from tests.stand_in import EXACT, lowering_to_itself
 
 TARGET = "tpu:v5e:2x2"
-ARGS = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((12, 512, 512), (8192, 512)))
-
-
-@jdelta.remat
-def layer(w, x):
-    return x + jnp.sin(jnp.tanh(x @ w))
-
-
-def step(ws, x):
-    def loss(ws):
-        return jnp.mean(jax.lax.scan(lambda y, w: (layer(w, y), None), x, ws)[0] ** 2)
-
-    return ws - 0.1 * jax.grad(loss)(ws)
+ARGS = shapes(layers=12, rows=8192, width=512)
 
 
 def measured(emission, *_, **said):

@@ -3,13 +3,12 @@
 import functools
 import itertools
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import jdelta
 from jdelta._src.api import frontier
 from jdelta._src.hlo.measure import measure
+from tests.sines import shapes, step
 from tests.stand_in import lowering_to_itself, saying_what_is_predicted
 
 BUDGETS = (0.9, 0.75, 0.6, 0.5)
@@ -23,19 +22,7 @@ def test_the_sequence_has_every_order():
     assert set(itertools.permutations(range(4))) <= parts
 
 
-@jdelta.remat
-def layer(w, x):
-    return x + jnp.sin(jnp.tanh(x @ w))
-
-
-def step(ws, x):
-    def loss(ws):
-        return jnp.mean(jax.lax.scan(lambda y, w: (layer(w, y), None), x, ws)[0] ** 2)
-
-    return ws - 0.1 * jax.grad(loss)(ws)
-
-
-ARGS = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 64, 64), (4096, 64)))
+ARGS = shapes(layers=4, rows=4096, width=64)
 
 
 def by_stand_in(monkeypatch):

@@ -11,15 +11,11 @@ from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
 from jdelta._src.regions.region import Grouping
 from tests.compilers import needs_cuda
 from tests.programs import PROGRAMS, unmarked
+from tests.sines import layer
 from tests.stand_in import EXACT, lowering_to_itself, saying_what_is_predicted
 
 LAYERS, ROWS, WIDTH = 48, 8192, 512
 BUDGET = 500 << 20
-
-
-@jdelta.remat
-def layer(w, x):
-    return x + jnp.sin(jnp.tanh(x @ w))
 
 
 def step(ws, x):

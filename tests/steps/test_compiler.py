@@ -123,7 +123,6 @@ def test_the_carry_of_a_loop_on_the_host_takes_no_more_than_by_hand(target):
 
 
 @pytest.mark.full
-@pytest.mark.full_effort
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_floor_can_be_reached_and_a_host_budget_raises_it(target):
     floors = []

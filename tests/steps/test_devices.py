@@ -378,9 +378,8 @@ def test_specifications_are_read_part_by_part():
 # Devices that are not here
 
 SMALL = {"name": "llama-160m", "length": 512}
-FULL = [pytest.mark.full, pytest.mark.full_effort]
 AHEAD = [
-    pytest.param(Cut(SMALL, "tpu:v6e:4x4", 4, 4, 16), marks=FULL),
+    pytest.param(Cut(SMALL, "tpu:v6e:4x4", 4, 4, 16), marks=pytest.mark.full),
     Cut(SMALL, "tpu:v5p:4x4x4", 16, 4, 64),
     pytest.param(Cut(SMALL, "cuda:h100:1x1x8", 8, 1, 32), marks=needs_cuda),
 ]

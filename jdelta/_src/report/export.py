@@ -84,10 +84,11 @@ def export(plan: PlanRecord, form: str) -> str:
 
 
 def _names(plan: PlanRecord) -> _Names:
+    residuals, planned = plan.answer.residuals, plan.decisions
     decisions: dict[str, Decision] = {}
-    for r in plan.answer.residuals:
+    for r in residuals:
         given = r.given if r.label == r.name else ""  # else given where no policy is asked
-        decision = plan.decisions[r.name]
+        decision = planned[r.name]
         if given and decisions.setdefault(given, decision) is not decision:
             raise PlanMismatchError(
                 f"The plan decides differently about values called {given!r}: "
@@ -96,10 +97,10 @@ def _names(plan: PlanRecord) -> _Names:
             )
     unnamed = [
         r
-        for r in plan.answer.residuals
-        if not (r.given or r.boundary) and plan.decisions[r.name] is not Decision.RECOMPUTE
+        for r in residuals
+        if not (r.given or r.boundary) and planned[r.name] is not Decision.RECOMPUTE
     ]
-    entering = {plan.decisions[r.name] for r in plan.answer.residuals if r.boundary} - {_RECOMPUTE}
+    entering = {planned[r.name] for r in residuals if r.boundary} - {_RECOMPUTE}
     return _Names(decisions, unnamed, min(entering, key=list(Decision).index, default=_SAVE))
 
 
