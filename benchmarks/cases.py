@@ -10,7 +10,7 @@ import jax
 
 import jdelta
 from benchmarks.models import Case
-from benchmarks.record import Row
+from benchmarks.study import Row
 from jdelta._src._jax.sharding import shardings_of
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import Target, resolve

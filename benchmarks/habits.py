@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.record import table
+from benchmarks.study import markdown
 from jdelta._src.backends import backend, cpu, cuda, tpu
 
 PAGE = Path(__file__).parents[1] / "docs" / "compilers.md"
@@ -26,7 +26,7 @@ HEAD = """# Compilers: what XLA is taken to do, and how that is known
 
 Written by `python -m benchmarks.habits` from `jdelta/_src/backends`: there each compiler has a
 file, and who disagrees with a line changes it. Notes say where a habit was seen; one without a note
-was seen in scheduled programs, by one of the studies in `benchmarks/xla`."""
+was seen in scheduled programs, by one of the studies in `benchmarks/compilers`."""
 
 FILES: dict[str, tuple[ModuleType, backend.Backend]] = {
     "TPU": (tpu, tpu.TPU),
@@ -103,7 +103,7 @@ def sections() -> list[str]:
             if (part, habit) in note
         ]
         heads = ("habit", "what it says", *FILES)
-        found.append(f"## {part}: {said.rstrip('.')}\n\n{table(heads, rows)}")
+        found.append(f"## {part}: {said.rstrip('.')}\n\n{markdown(heads, rows)}")
         if why:
             found.append("\n".join(why))
     return found

@@ -1,6 +1,7 @@
-"""The picture of the README: GPT-2 (unrolled, batch 8, length 512) on an H100.
+"""The pictures of the docs.
 
-Everything in it is simulated or compiled ahead of time, without hardware.
+*memory.png* is GPT-2 (unrolled, batch 8, length 512) on an H100: everything in it is simulated or
+compiled ahead of time, without hardware. *rok.png* shows the rows of the study `rok`.
 
     python -m benchmarks.pictures
 """
@@ -8,8 +9,9 @@ Everything in it is simulated or compiled ahead of time, without hardware.
 from pathlib import Path
 
 import jdelta
-from benchmarks.budgets import STEPS
-from benchmarks.models import build
+from benchmarks import steps
+from benchmarks.device import rok
+from benchmarks.study import load
 from jdelta import plot
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -17,10 +19,11 @@ TARGET = "cuda:h100"
 
 
 def main() -> None:
-    case = build(**STEPS["gpt2 unrolled"], remat=jdelta.remat)
+    case = steps.build("gpt2 length 512 unrolled", remat=jdelta.remat)
     made = jdelta.plan(case.step, 0.5, case.state, case.batch, target=TARGET, donate_argnums=0)
     print(made)
     plot.memory(made).savefig(DOCS / "memory.png", dpi=110)
+    plot.rok(rok.points(load(rok.STUDY.file))).savefig(DOCS / "rok.png", dpi=110)
 
 
 if __name__ == "__main__":

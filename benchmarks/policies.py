@@ -1,7 +1,8 @@
 """What people do by hand: JAX's ready-made recompute policies, MaxText's sets of names, root L.
 
-MaxText's sets are those of `get_remat_policy` in its `decoders.py`, over the names that its layers
-give to their values; benchmark models carry the same names at the same places.
+MaxText's sets are those of `get_remat_policy` in its `nnx_decoders.py` (maxtext 0.2.5), over the
+names that its layers give to their values; benchmark models carry the same names at the same
+places.
 """
 
 import functools
@@ -113,6 +114,13 @@ def program(policy: str, step: str, target: str, **options: Any) -> cases.Progra
     known = plain(step, target, **options)
     why = refusal(policy, step, known.names(), known.target.offload_refusal)
     return why or cases.traced(build(policy, step, **options), target)
+
+
+def variant(name: str, step: str, target: str, **options: Any) -> cases.Program | str:
+    """The plain step (`"plain"`), or the one under a policy; or why the policy is not for it."""
+    if name == "plain":
+        return plain(step, target, **options)
+    return program(name, step, target, **options)
 
 
 def same_peak(program: cases.Program) -> int:

@@ -1,4 +1,4 @@
-"""The steps that plans are compared on: published shapes, the usual batch, the usual optimiser."""
+"""The steps that studies are about: from a label to a program, the same one in every study."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from benchmarks import models
 
 HALF = {"dtype": jnp.bfloat16}
 
-STEPS: dict[str, dict[str, Any]] = {
+_PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt2 scanned": {"name": "gpt2", "scan": True},
     "gpt2 unrolled": {"name": "gpt2"},
     "gpt2-large scanned": {"name": "gpt2-large", "scan": True, **HALF},
@@ -30,12 +30,45 @@ STEPS: dict[str, dict[str, Any]] = {
     "mixtral scanned": {"name": "mixtral", "scan": True},
     "mixtral unrolled": {"name": "mixtral"},
 }
-"""From the name of a step to the arguments of `models.build`."""
+"""Published shapes, the usual batch, the usual optimiser."""
+
+STEPS: dict[str, dict[str, Any]] = {
+    **_PUBLISHED,
+    "mlp": {"name": "mlp", "batch": 32768},
+    "mlp scanned": {"name": "mlp", "batch": 32768, "scan": True},
+    "gpt2 length 512 scanned": {"name": "gpt2", "scan": True, "length": 512},
+    "gpt2 length 512 unrolled": {"name": "gpt2", "length": 512},
+    "gpt2 bfloat16 scanned": {"name": "gpt2", "scan": True, **HALF},
+    "gpt2 bfloat16 unrolled": {"name": "gpt2", **HALF},
+    "bert-base": {"name": "bert-base", "batch": 64, "length": 128},
+    "bert-base bfloat16 scanned": {"name": "bert-base", "scan": True, **HALF},
+    "bert-base bfloat16 unrolled": {"name": "bert-base", **HALF},
+    "llama bfloat16 scanned": {"name": "llama-160m", "scan": True, **HALF},
+    "llama bfloat16 unrolled": {"name": "llama-160m", **HALF},
+    "vit-b": {"name": "vit-b"},
+    "mixtral batch 4 scanned": {"name": "mixtral", "scan": True, "batch": 4},
+    "unet": {"name": "unet"},
+}
+"""From the label of a step to the arguments of `models.build`."""
+
+PUBLISHED = tuple(_PUBLISHED)
+SMALL = (
+    *("mlp", "gpt2 length 512 scanned", "gpt2 bfloat16 scanned", "llama scanned", "resnet50"),
+    *("bert-base", "vit-b", "gpt2 length 512 unrolled"),
+)
+LARGE = (
+    *("gpt2-large scanned", "gpt2-xl scanned", "bert-large scanned", "t5-large scanned"),
+    *("vit-l scanned", "resnet101", "mixtral batch 4 scanned"),
+)
+PLANNED = (*SMALL, *LARGE)
+"""What plans at budgets are made of, and predictions compared on: small relatives of the published
+shapes, and some of those."""
+
+TWO_TARGETS = ("tpu:v5e:2x2", "cuda:h100")
+FOUR_TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1", "cuda:h100", "cuda:a100")
 
 UNITS = {"marked": jdelta.remat, "found": models.identity}
 """By who says what a unit of recompute is, the model or jdelta: the decorator of its blocks."""
-
-TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1", "cuda:h100", "cuda:a100")
 
 
 def build(step: str, **options: Any) -> models.Case:

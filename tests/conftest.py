@@ -11,11 +11,11 @@ from tests.flags import flags
 DEVICES = 8
 jax.config.update("jax_num_cpu_devices", DEVICES)
 
-# Tests ask for numbers and bytes. LLVM's effort changes neither, but for rounding, and takes half
-# the seconds of a compile for a CPU; for a TPU the effort goes into the code of kernels and takes
-# four of five. A test of what the least effort leaves out is marked `full_effort`;
-# JAX_EXEC_TIME_OPTIMIZATION_EFFORT=0 is for all tests.
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+# Tests ask for numbers and bytes. LLVM's first level changes neither, and a compile for a CPU takes
+# a third less with it. A TPU's compiler spends four of five seconds on the code of its kernels; the
+# least effort spares that. Tests of what the effort decides are marked `full_effort`, those among
+# them that take minutes `full`; JAX_EXEC_TIME_OPTIMIZATION_EFFORT=0 gives all tests all of it.
+QUICK = "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
 EFFORT = float(os.environ.get("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "-1"))
 os.environ.setdefault("XLA_FLAGS", QUICK)
 jax.config.update("jax_exec_time_optimization_effort", EFFORT)
@@ -31,6 +31,6 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 @pytest.fixture(autouse=True)
 def effort(request):
-    marked = request.node.get_closest_marker("full_effort")
+    marked = any(map(request.node.get_closest_marker, ("full", "full_effort")))
     with flags(jax_exec_time_optimization_effort=0.0 if marked else EFFORT):
         yield

@@ -1,4 +1,4 @@
-"""Plans made for a TPU without compiling for it, and steps traced under them."""
+"""Plans made for a TPU without compiling for it, steps traced under them, other questions."""
 
 import dataclasses
 import math
@@ -32,6 +32,11 @@ def decided(step, decide, *args):
     priced = [r for region in found.regions for r in residuals(region, target)]
     items = items_of(priced, target, math.inf, NO_PINS)
     return found, priced, items.decisions([decide(i, r) for i, r in enumerate(priced)])
+
+
+def asking(plan, **other):
+    """The plan as if something else had been asked: ``asking(plan, budget=1 << 20)``."""
+    return dataclasses.replace(plan, question=dataclasses.replace(plan.question, **other))
 
 
 def under(found, decisions, fun):

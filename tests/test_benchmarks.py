@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import sys
 from typing import Any
 
 import jax
@@ -12,34 +11,13 @@ import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks import (
-    budgets,
-    cases,
-    compiled_order,
-    copying,
-    decisions,
-    device,
-    hand_policies,
-    max_batch,
-    models,
-    offload,
-    per_layer,
-    pins,
-    policies,
-    prices,
-    programs,
-    record,
-    resident,
-    rok,
-    savings,
-    simulation,
-    small_order,
-    steps,
-    throttled,
-    turns,
-    unmarked,
-)
-from benchmarks.xla import cycles, dropout, gradients, kernels
+from benchmarks import __main__, cases, models, policies, steps, study
+from benchmarks.accuracy import peaks, prices
+from benchmarks.device import device, spill, turns
+from benchmarks.order import compiled_order, order
+from benchmarks.plans import grouping, hand_policies, max_batch, savings
+from benchmarks.programs import decisions, programs
+from benchmarks.study import Job, Study
 from jdelta import TargetError
 from jdelta._src.api import largest
 from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
@@ -51,11 +29,7 @@ from tests.compilers import TARGETS
 from tests.programs import PROGRAMS, SMALL
 from tests.versions import fails_in_jax_0_10_with_remat3
 
-SCRIPTS = [
-    *(budgets, device, dropout, gradients, hand_policies, max_batch, offload, per_layer, savings),
-    *(compiled_order, copying, pins, prices, resident, rok, simulation, small_order),
-    *(cycles, decisions, kernels, programs, throttled, unmarked),
-]
+STUDIES = study.studies()
 STEP = {"step": "tiny", "target": "cpu"}
 
 
@@ -115,29 +89,114 @@ def test_a_run_resumes_from_its_file(tmp_path):
     path = tmp_path / "new" / "rows.json"
     calls = []
 
-    def measure(number):
+    def measure(step, number):
         calls.append(number)
         if number == 3:
             raise KeyboardInterrupt
         return {"square": number**2}
 
-    jobs = [{"number": n} for n in (1, 2, 3)]
+    numbers = Study("numbers", "How large are squares?", list, measure, str)
+    jobs = [Job("square", {"number": n}) for n in (1, 2, 3)]
     with pytest.raises(KeyboardInterrupt):
-        record.run(jobs, measure, path)
-    assert [row["square"] for row in record.load(path)] == [1, 4]
+        numbers.run(jobs, path)
+    assert [row["square"] for row in study.load(path)] == [1, 4]
     with pytest.raises(KeyboardInterrupt):
-        record.run(jobs, measure, path)
+        numbers.run(jobs, path)
     assert calls == [1, 2, 3, 3]
-    assert {"jax", "commit"} <= json.loads(path.read_text())[0].keys()
+    assert {"step", "jax", "commit"} <= json.loads(path.read_text())[0].keys()
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
-def test_every_script_explains_itself(script, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["script", "--help"])
-    with pytest.raises(SystemExit) as stopped:
-        script.main()
-    assert stopped.value.code == 0
-    assert "--json" in capsys.readouterr().out
+def test_a_job_may_have_several_rows_or_none(tmp_path):
+    many = Study("many", "", list, lambda step, n: [{"i": i} for i in range(n)], str)
+    rows = many.run([Job("a", {"n": 2}), Job("b", {"n": 0})], tmp_path / "rows.json")
+    assert [(r["step"], r["n"], r["i"]) for r in rows] == [("a", 2, 0), ("a", 2, 1)]
+    assert many.run([Job("a", {"n": 2})], tmp_path / "rows.json") == rows
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_explains_itself(name, capsys):
+    for command in ("run", "table"):
+        with pytest.raises(SystemExit) as stopped:
+            __main__.main([command, name, "--help"])
+        assert stopped.value.code == 0
+        said = capsys.readouterr().out
+        assert "--json" in said
+        assert STUDIES[name].question in said
+
+
+def test_the_list_has_every_study_and_what_it_asks(capsys):
+    __main__.main(["list"])
+    said = capsys.readouterr().out
+    assert all(s.name in said and s.question in said for s in STUDIES.values())
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_row_is_of_a_program_of_its_study(name):
+    made = STUDIES[name]
+    labels = {job.label for job in made.jobs()}
+    for row in made.rows():
+        assert row["step"] in labels
+        assert "jax" in row
+        assert "commit" in row or name == "transfers"  # some of its rows are older than the field
+
+
+def test_a_label_means_one_program():
+    """What two studies share is in a table of steps that both take it from."""
+    shared = {*steps.STEPS, *order.STEPS, *PROGRAMS}
+    own = [(job.label, s.name) for s in STUDIES.values() for job in s.jobs()]
+    users = {label: {name for of, name in own if of == label} for label, _ in own}
+    assert {label: names for label, names in users.items() if len(names) > 1} == {
+        label: names for label, names in users.items() if len(names) > 1 and label in shared
+    }
+    assert len(shared) == len(steps.STEPS) + len(order.STEPS) + len(PROGRAMS)
+
+
+def test_plain_peaks_of_one_label_agree():
+    peaks = {}
+    for name in ("budgets", "savings", "peaks"):
+        for r in STUDIES[name].rows():
+            plain = r.get("plain", r.get("triton") if r.get("variant") == "plain" else None)
+            plain = plain["peak"] if isinstance(plain, dict) else plain
+            if plain:
+                peaks.setdefault((r["step"], r["target"]), []).append(plain)
+    assert len(peaks) > 20
+    for found in peaks.values():
+        assert max(found) < 1.02 * min(found)  # what revisions make of it
+
+
+def test_a_table_says_at_which_revisions_its_rows_were_made():
+    one, two = {"commit": "1f993d5"}, {"commit": "aa52870+"}
+    assert study.table(["a"], [["b"]], [one]).endswith("| b |\n\nMade at revision 1f993d5.")
+    said = study.made_at([one, two, one])
+    assert said == "Made at several revisions (rows): 1f993d5 (2), aa52870+ (1)."
+    assert study.table(["a"], [], []) == ""
+    assert study.made_at([{}]) == "Made at revision unknown."
+
+
+def test_a_run_takes_choices_and_settings(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def measure(step, target, limit=1):
+        asked.append((step, target, limit))
+        return {"taken": 2}
+
+    def jobs(step=("a", "b"), target=("cpu", "cuda:h100")):
+        return study.product(step, target)
+
+    def tables(rows):
+        return study.table(["step"], [[r["step"]] for r in rows], rows)
+
+    numbers = Study("numbers", "How many?", jobs, measure, tables)
+    monkeypatch.setattr(__main__, "studies", lambda: {"numbers": numbers})
+    path = str(tmp_path / "rows.json")
+    __main__.main(["run", "numbers", "--step", "b", "--with", "limit=3", "--json", path])
+    assert asked == [("b", "cpu", 3), ("b", "cuda:h100", 3)]
+    assert capsys.readouterr().out.count("| b |") == 2
+    __main__.main(["table", "numbers", "--json", path])
+    assert capsys.readouterr().out.count("| b |") == 2
+    with pytest.raises(SystemExit):
+        __main__.main(["run", "numbers", "--with", "depth=3", "--json", path])
+    assert "numbers has no setting depth" in capsys.readouterr().err
 
 
 def test_the_zoo_names_what_is_not_right(monkeypatch):
@@ -164,7 +223,7 @@ def test_the_zoo_names_what_is_not_right(monkeypatch):
     assert not programs.is_unused({**unused, "result": f"{NEXT_IS_TOO_LARGE}: with a kept too"})
     late = {**refused, "seconds": 2.0, "xla": 1.0}
     rows = [r, {**r, "plan": late, "failures": ["refused"]}]
-    assert f"| {name} | cpu | refused |" in programs.markdown(rows)
+    assert f"| {name} | cpu | refused |" in programs.tables(rows)
 
 
 @pytest.mark.parametrize("policy", ["nothing_saveable", "sqrt", "dots_saveable"])
@@ -257,8 +316,6 @@ def test_savings():
     kept = plan["budget"] - figures["resident"]
     assert kept == pytest.approx(0.8 * (figures["peak"] - figures["resident"]), rel=1e-3)
     assert least["plan"]["floor"] <= plan["compiled_peak"] <= plan["budget"]
-    cells = savings.cells({**STEP, "units": "marked", "of": "activation", "saving": 0.2, **r})
-    assert len(cells) == len(savings.HEADS)
     total = savings.row(**STEP, units="marked", of="total", saving=0.7)
     assert "below the floor" in total["plan"]["error"]
     jobs = [
@@ -266,8 +323,10 @@ def test_savings():
         {"of": "activation", "saving": 0.2, **r},
         {"of": "total", "saving": 0.7, **total},
     ]
-    table = savings.markdown([{**STEP, "units": "marked", **job} for job in jobs])
-    total_line, activation_line = (line.split(" | ") for line in table.split("\n")[2:])
+    table = savings.tables([{**STEP, "units": "marked", **job} for job in jobs])
+    lines = table.partition("\n\n")[0].split("\n")
+    assert {line.count("|") for line in lines} == {len(savings.HEADS) + 1}
+    total_line, activation_line = (line.split(" | ") for line in lines[2:])
     assert total_line[-2] == "below floor"
     assert activation_line[-5:-1] == [""] * 4
     taken, plain = (int(activation_line[at]) for at in (5, 4))
@@ -275,71 +334,68 @@ def test_savings():
     assert taken < plain
 
 
-def test_simulation(monkeypatch):
-    monkeypatch.setitem(simulation.STEPS, "tiny", {"name": "tiny"})
+def test_simulation():
     rows = [
-        {**STEP, "kept": kept, **simulation.row(**STEP, kept=kept)} for kept in (None, 0.0, 0.6)
+        {**job, **peaks.row(**job)}
+        for job in ({**STEP, "what": "simulated", "kept": kept} for kept in (None, 0.0, 0.6))
     ]
     plain, floor, plan = (r["compiled"] for r in rows)
     assert floor < plan < plain
     assert [r["simulated"] for r in rows] == pytest.approx([plain, floor, plan], rel=0.3)
-    table = simulation.markdown(rows)
+    table = peaks.tables(rows)
     assert table.count("not run") == 2
     assert "Median of the plans' errors" in table
 
 
-def test_prices_of_a_step_and_of_plans(monkeypatch):
-    monkeypatch.setitem(prices.STEPS, "tiny", {"name": "tiny"})
+def test_prices_of_a_step_and_of_plans():
     plain, plan, error = (
-        {**STEP, "share": share, **prices.row(**STEP, share=share)} for share in (None, 0.6, 0.01)
+        {**job, **prices.row(**job)}
+        for job in ({**STEP, "what": "steps", "share": share} for share in (None, 0.6, 0.01))
     )
     assert plain["traced"] == pytest.approx(plain["compiled"], rel=0.5)
     assert 0 < plan["estimate"] < 1
     assert 0 < plan["traced"] < 1
-    refused = {**STEP, "share": None, "traced": 1.0}
+    refused = {**STEP, "what": "steps", "share": None, "traced": 1.0}
     slow = {**plain, "cycles": 2 * plain["traced"]}
-    table = prices.markdown([plain, slow, refused, plan, {**plan, "compiled": None}, error])
+    table = prices.tables([plain, slow, refused, plan, {**plan, "compiled": None}, error])
     assert table.count("-50%") == table.count("refused") == table.count("below floor") == 1
 
 
-def test_what_single_values_are_worth(monkeypatch):
-    monkeypatch.setitem(pins.STEPS, "tiny", {"name": "tiny", "scan": True})
-    pins.staged.cache_clear()
-    values = pins.values("tiny", "cpu", "*")
-    rows = [
-        {**STEP, "base": base, "value": value, **pins.row(**STEP, base=base, value=value)}
-        for base in pins.BASES
-        for value in values
-    ]
+def test_what_single_values_are_worth():
+    prices.staged.cache_clear()
+    values = prices.values("tiny", "cpu", "*")
+    jobs = [{**STEP, "what": "values", "base": base, "unit": "*"} for base in prices.BASES]
+    rows = [{**job, **r} for job in jobs for r in prices.row(**job)]
+    assert [r["value"] for r in rows] == [*values, *values]
     assert all(r["priced"] > 0 for r in rows if r["value"].endswith("dot_general"))
-    assert all(r["bytes"] >= pins.SMALLEST for r in rows)
-    assert [line[3] for line in pins.summary(rows)] == [str(len(values))] * 2
+    assert all(r["bytes"] >= prices.SMALLEST for r in rows)
+    assert [line[3] for line in prices.summary(rows)] == [str(len(values))] * 2
     exact = [{**r, "compiled": r["priced"]} for r in rows]
-    assert [line[-2:] for line in pins.summary(exact)] == [["0.00", "1.00"]] * 2
+    assert [line[-2:] for line in prices.summary(exact)] == [["0.00", "1.00"]] * 2
 
 
-def test_marked_and_unmarked_plans(monkeypatch):
-    monkeypatch.setitem(unmarked.STEPS, "tiny", {"name": "tiny", "scan": True})
-    rows = [{**STEP, "share": share, **unmarked.row(**STEP, share=share)} for share in (0.6, 0.01)]
+def test_marked_and_unmarked_plans():
+    jobs = [{**STEP, "what": "regions", "share": share} for share in (0.6, 0.01)]
+    rows = [{**job, **grouping.row(**job)} for job in jobs]
     for units in steps.UNITS:
         assert rows[0][units]["compiled_peak"] <= rows[0]["budget"]
         assert rows[0][units]["price"]["seconds"] > rows[0]["plain_seconds"]
-    table = unmarked.markdown(rows)
+    table = grouping.tables(rows)
     assert table.count("below floor") == 2
 
 
-def test_layers_decided_alike_and_apart(monkeypatch):
-    monkeypatch.setitem(per_layer.STEPS, "tiny", {"name": "tiny", "scan": True})
-    rows = [{**STEP, "share": share, **per_layer.row(**STEP, share=share)} for share in (0.6, 0.01)]
-    for way in per_layer.WAYS:
+def test_layers_decided_alike_and_apart():
+    jobs = [{**STEP, "what": "layers", "share": share} for share in (0.6, 0.01)]
+    rows = [{**job, **grouping.row(**job)} for job in jobs]
+    for way in grouping.LAYERS:
         assert rows[0][way]["compiled_peak"] <= rows[0]["budget"]
-    assert per_layer.markdown(rows).count("below floor") == 2
+    assert grouping.tables(rows).count("below floor") == 2
 
 
 def test_every_step_gets_its_savings_and_deltas_also_the_papers():
-    jobs = list(savings.jobs("resnet50", "cpu", "found", ["floor", "total"]))
-    assert [job["saving"] for job in jobs] == [None, 0.4, 0.5, 0.6, 0.7, 0.72]
-    assert len(list(savings.jobs("tiny", "cpu", "found", ["total"]))) == 4
+    jobs = savings.jobs(["resnet50"], ["cpu"], ["found"], ["floor", "total"])
+    assert [job.arguments["saving"] for job in jobs] == [None, 0.4, 0.5, 0.6, 0.7, 0.72]
+    assert len(savings.jobs(["tiny"], ["cpu"], ["found"], ["total"])) == 4
 
 
 def test_largest_batch_by_every_method(monkeypatch):
@@ -361,32 +417,32 @@ def test_the_rule_written_out_twice(bandwidth):
         [0.02 + 0.01 * (k % 2) for k in range(12)],
     )
     scopes = [Scope(f"{k}", *both) for k, both in enumerate(zip(sizes, seconds, strict=True))]
-    found = throttled.predicted_scopes(sizes, seconds, bandwidth)
+    found = spill.predicted_scopes(sizes, seconds, bandwidth)
     assert found == hidden_scopes(scopes, bandwidth, math.inf)
     assert found > 0
 
 
 def test_copies_to_the_pool_have_rates(monkeypatch):
-    monkeypatch.setattr(copying, "SIZE", copying.BLOCK)
-    rates = copying.row(64)
+    monkeypatch.setattr(spill, "SIZE", spill.BLOCK)
+    rates = spill.row("copies", "copies", offset=64)
     assert set(rates) == {"in", "out", "numpy"}
     assert all(1e6 < rate < 1e13 for rate in rates.values())
-    offset, *shown = copying.cells({"offset": 64, **rates})
+    offset, *shown = spill.copy_cells({"offset": 64, **rates})
     assert (offset, float(shown[0])) == ("64", pytest.approx(rates["in"] / 1e9, abs=0.06))
 
 
 def test_steps_spill_in_turns_with_steps_that_keep(monkeypatch, tmp_path):
     small = {"layers": 2, "width": 64, "heads": 2, "batch": 8, "length": 64}
-    monkeypatch.setitem(throttled.STEPS, "small", small)
-    monkeypatch.setitem(throttled.DEVICES, "quick", {"adapter": "memory", "least": "1KiB"})
-    monkeypatch.setattr(throttled, "rates_of", lambda spill: SpillRates(1e12, 1e12))
-    job = {"step": "small", "device": "quick", "directory": str(tmp_path)}
-    r = {**job, **throttled.row(**job, repeats=2), "jax": jax.__version__}
+    monkeypatch.setitem(spill.STEPS, "small", small)
+    monkeypatch.setitem(spill.DEVICES, "quick", {"adapter": "memory", "least": "1KiB"})
+    monkeypatch.setattr(spill, "rates_of", lambda spill: SpillRates(1e12, 1e12))
+    job = {"step": "small", "what": "devices", "device": "quick", "directory": str(tmp_path)}
+    r = {**job, **spill.row(**job, repeats=2), "jax": jax.__version__}
     spilled = sum(r["scopes"][: r["rule"]])
     assert 0.9 * spilled < r["written"] <= spilled  # what enters a unit may not be read
-    assert r["counters"]["planned"] == (throttled.WARMUP + 2) * r["written"]
+    assert r["counters"]["planned"] == (spill.WARMUP + 2) * r["written"]
     assert len(r["keep"]["seconds"]) == len(r["spill"]["seconds"]) == 2
-    assert len(throttled.cells(r)) == len(throttled.HEADS)
+    assert len(spill.device_cells(r)) == len(spill.HEADS)
 
 
 def test_resident_memory_is_that_beyond_the_framework():
@@ -396,31 +452,31 @@ def test_resident_memory_is_that_beyond_the_framework():
         {"step": "nano", "way": way, "resident": peak, "loss": 1.0, "files": "", "jax": ""}
         for way, peak in peaks.items()
     ]
-    assert resident.cells(rows[2], rows)[2:5] == ["700", "400", "60.0%"]
+    assert spill.process_cells(rows[2], rows)[2:5] == ["700", "400", "60.0%"]
 
 
-def test_order_of_a_compiled_step(tmp_path):
-    job = {"model": "tiny", "batch": 8, "target": "cpu"}
-    rows = [{**job, **compiled_order.row(**job, directory=tmp_path)} for _ in range(2)]
+def test_order_of_a_compiled_step(tmp_path, monkeypatch):
+    monkeypatch.setitem(order.STEPS, "tiny batch 8, Adam", {"model": "tiny", "batch": 8})
+    job = {"step": "tiny batch 8, Adam", "target": "cpu"}
+    rows = [{**job, **compiled_order.row(**job, directory=str(tmp_path))} for _ in range(2)]
     first, again = ({**r, "order_seconds": 0} for r in rows)
     assert first == again, "read from what was kept"
     assert first["bound"] <= first["peak"] <= first["xla_peak"]
-    refused = {**job, "step_peak": 1, "refused": True}
-    table = compiled_order.markdown([*rows, refused])
+    refused = {**job, **order.STEPS[job["step"]], "step_peak": 1, "refused": True}
+    table = compiled_order.tables([*rows, refused])
     assert "refused" in table
     assert "cpu: the best order found keeps" in table
 
 
 def test_small_steps_in_order():
-    job = {"model": "mlp, 1 layer", "optimizer": "SGD"}
-    r = {**job, **small_order.row(**job, limit=1)}
+    job = {"step": "mlp, 1 layer, SGD"}
+    r = {**job, **order.row(**job, limit=1)}
     assert r["bound"] <= r["peak"] <= r["program_peak"]
     assert r["peak"] <= (r["ilp"]["peak"] or r["peak"])
     none = {**r, "ilp": {**r["ilp"], "optimal": False}}
     proven = {**r, "ilp": {**r["ilp"], "optimal": True, "peak": r["peak"]}}
-    assert "proven least in 1 of 2, jdelta's peak equal in 1" in small_order.markdown(
-        [none, proven]
-    )
+    said = order.tables([none, proven])
+    assert "proven least in 1 of 2, jdelta's peak equal in 1" in said
 
 
 def test_device_measures_rates():
@@ -445,27 +501,28 @@ def test_device_runs_steps():
     assert [len(device.cells(r, rows)) - len(device.HEADS) for r in rows] == [-1, -1, -1, 0]
     early = {"step": "tiny", "variant": "plain", "target": "cpu"}
     assert device.ahead(**early)["compiled_peak"] == rows[0]["compiled_peak"]
-    peak = record.mib(rows[0]["compiled_peak"])
-    rows.append({"what": "ahead", **early, **device.ahead(**early)})
+    peak = study.mib(rows[0]["compiled_peak"])
+    before = {"step": "tiny", "what": "ahead", "variant": "plain", "target": "cpu"}
+    rows.append({**before, **device.alone(**before)})
     assert device.cells(rows[0], rows)[2:4] == [peak, peak]
-    assert device.markdown(rows).count("\n") == 5
+    assert device.tables(rows).partition("\n\n")[0].count("\n") == 5
+    assert "Kendall's tau" in device.tables(rows)
     for variant in ("maxtext:minimal_offloaded", "plan as maxtext:minimal_offloaded"):
         assert "skipped" in device.row("cpu", **job, variant=variant)
 
 
-def test_device_refuses_where_there_is_none(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["device", "--step", "resnet50"])
+def test_device_refuses_where_there_is_none(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    with pytest.raises(SystemExit) as stopped:
-        device.main()
-    assert stopped.value.code == 1
-    assert "no gpu is attached to this machine" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no gpu is attached to this machine"):
+        __main__.main(
+            ["run", "device", "--step", "resnet50", "--json", str(tmp_path / "rows.json")]
+        )
 
 
 def test_turns_times_policies_and_plans(tmp_path, monkeypatch):
     variants = ("plain", "nothing_saveable", "plan as nothing_saveable")
     monkeypatch.setitem(turns.VARIANTS, "policies", variants)
-    planned = turns.ahead("policies", "tiny", "cpu", tmp_path)
+    planned = turns.make_plans("policies", "tiny", "cpu", tmp_path)
     job = {"what": "policies", "step": "tiny"}
     r = {**job, **turns.row(**job, target="cpu", plans=tmp_path, rounds=2)}
     found = {f["variant"]: f for f in r["programs"]}
@@ -488,15 +545,17 @@ def test_turns_reads_what_transfers_add():
     r = {"what": "transfers", "step": "tiny", "programs": [kept, away]}
     assert turns.cells(r, away)[-3:] == ["4.00", "75%", "100.0%"]
     assert turns.cells(r, kept)[-3:] == ["", "", ""]
-    assert turns.markdown([r]).count("\n") == 6
+    tables = turns.tables([r]).split("\n\n")
+    assert [part.count("\n") for part in tables] == [3, 0]
 
 
 def test_a_figure_that_changes_is_a_difference():
     job = {"step": "layers.mlp", "target": "cpu", "compiler": decisions.STAND_IN}
     before = {**job, "compiled_peak": 3, "compiles": 1, "commit": "a"}
     after = {**before, "compiled_peak": 4, "commit": "b"}
-    assert decisions.differences([before], [before]) == []
-    assert decisions.differences([before], [after]) == [[*job.values(), "compiled_peak", "3", "4"]]
+    assert decisions.differences([before, before]) == []
+    assert decisions.differences([before, after]) == [[*job.values(), "compiled_peak", "3", "4"]]
+    assert "Decided differently: 1 figures of 1 plans." in decisions.tables([before, after])
 
 
 def test_the_same_is_decided_twice(monkeypatch):
@@ -506,4 +565,4 @@ def test_the_same_is_decided_twice(monkeypatch):
     job = {"step": "layers.mlp", "target": "cpu", "compiler": decisions.STAND_IN}
     rows = [{**job, **decisions.row(**job)} for _ in range(2)]
     assert rows[0]["decisions"]
-    assert decisions.differences(rows[:1], rows[1:]) == []
+    assert decisions.differences(rows) == []

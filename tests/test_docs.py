@@ -7,12 +7,15 @@ import importlib
 import inspect
 import json
 import re
+import shlex
+import typing
 from pathlib import Path
 
 import pytest
 
 import jdelta
-from benchmarks import record, when_not
+from benchmarks import __main__, study
+from jdelta._src.plan.record import PlanRecord
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -74,13 +77,13 @@ def test_every_public_name_is_documented(public):
 
 def test_the_schema_of_plan_files_says_what_fields_are():
     schema = ROOT / "jdelta/_src/plan/plan.schema.json"
-    fields = json.loads(schema.read_text("utf-8"))["properties"]
+    shown = json.loads(schema.read_text("utf-8"))["properties"]
     plan = {f.name for f in dataclasses.fields(jdelta.Plan) if not f.name.startswith("_")}
-    assert fields.keys() == plan | {"jdelta_plan"}
-
-
-def test_the_table_of_when_not_to_use_it_is_that_of_the_results():
-    assert when_not.markdown() in (ROOT / "docs" / "how-it-works.md").read_text("utf-8")
+    assert shown.keys() == plan | {"jdelta_plan"}
+    for name, part in typing.get_type_hints(PlanRecord).items():
+        if name in plan:
+            fields = [f.name for f in dataclasses.fields(part)]
+            assert list(shown[name]["properties"]) == shown[name]["required"] == fields
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -92,39 +95,32 @@ def test_links_lead_to_files(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_scripts_that_pages_name_exist(page):
-    for module in re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", page.read_text("utf-8")):
+    text = page.read_text("utf-8")
+    for module in re.findall(r"python -m ((?:benchmarks|tests)\.[\w.]*)", text):
         assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
-    for script in re.findall(r"python (examples/\S+\.py)", page.read_text("utf-8")):
+    for script in re.findall(r"python (examples/\S+\.py)", text):
         assert (ROOT / script).exists(), script
+    for command in re.findall(r"python\s+-m\s+benchmarks\s+([^`]+)`", text):
+        options = __main__.parser().parse_args(shlex.split(command))
+        if options.command == "run":
+            settings = {one.partition("=")[0] for one in options.settings}
+            assert settings <= __main__.settings_of(STUDIES[options.name]), command
 
 
-SAME_NAME = (
-    *("compiled_order", "hand_policies", "max_batch", "offload", "order", "per_layer", "pins"),
-    *("prices", "resident", "rok", "savings", "sharded", "simulation", "small_order", "throttled"),
-    *("programs", "unmarked", "updates"),
-)
-TABLES = {
-    "budgets-cuda-h100": "budgets",
-    "budgets-tpu-v5e": "budgets",
-    "device-nvidia-h200": "device",
-    "rok-nvidia-h200": "rok",
-    "turns-nvidia-h200": "turns",
-    "sweep": "budgets",
-    "cycles": "xla.cycles",
-    "gradients": "xla.gradients",
-    "kernels": "xla.kernels",
-    "random_bits": "xla.random_bits",
-    "transfers": "xla.transfers",
-    **{name: name for name in SAME_NAME},
-}
-"""From files of results to the scripts that print the tables of the docs from them."""
+STUDIES = study.studies()
+WITH_ROWS = [name for name, of in STUDIES.items() if of.rows()]
 
 
-@pytest.mark.parametrize("name", TABLES)
+def test_every_file_of_results_is_of_a_study():
+    files = {path for of in STUDIES.values() for path in (of.file, *of.others())}
+    assert set(study.RESULTS.glob("*.json")) <= files
+    assert len(WITH_ROWS) >= 12
+
+
+@pytest.mark.parametrize("name", WITH_ROWS)
 def test_tables_are_those_of_the_result_files(name):
-    script = importlib.import_module(f"benchmarks.{TABLES[name]}")
-    rows = record.load(ROOT / "benchmarks" / "results" / f"{name}.json")
+    rows = STUDIES[name].rows()
     assert len(rows) >= 3
     texts = [page.read_text("utf-8") for page in PAGES]
-    for table in script.markdown(rows).split("\n\n"):
+    for table in STUDIES[name].tables(rows).split("\n\n"):
         assert any(table in text for text in texts), table

@@ -11,10 +11,12 @@ import pytest
 
 import jdelta
 from jdelta import BudgetError, Decision, PlanMismatchError, TargetError
+from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
 from jdelta._src.regions.policy import Policy
 from tests import small
+from tests.planning import asking
 from tests.versions import fails_in_jax_0_10_with_remat3
 
 LAYERS, WIDTH, ROWS = 8, 16, 2048
@@ -49,6 +51,25 @@ def arguments(rows=ROWS):
     key = jax.random.key(0)
     params = 0.3 * jax.random.normal(key, (LAYERS, WIDTH, WIDTH))
     return params, jax.random.normal(key, (rows, WIDTH))
+
+
+RATES = Rates(
+    matmul=(("bfloat16", 1.3e11), ("float32", 1.3e11), ("float32 highest", 1.3e11)),
+    vector=4.1e10,
+    integer=5.6e10,
+    bandwidth=1.76e10,
+    device_to_host=8.8e9,
+    host_to_device=8.8e9,
+)
+"""As measured on two cores that do nothing else."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rates():
+    """Plans depend on rates, and those that are measured on what else the machine does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jdelta._src.backends.target.measured_rates", lambda *_: RATES)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +131,7 @@ def test_other_donation_compiles_again_and_is_checked(half):
     params, x = arguments()
     kept(params, x)
     assert not params.is_deleted()
-    tight = dataclasses.replace(half, budget=half.compiled_peak // 2)
+    tight = asking(half, budget=half.compiled_peak // 2)
     with pytest.raises(BudgetError, match=r"donate_argnums=\(\) the step needs .*, it took "):
         tight.jit(donate_argnums=())(*arguments())
 
@@ -256,9 +277,16 @@ def test_below_the_floor_of_an_unrolled_step_on_a_cpu_says_why(monkeypatch):
     assert "undoes" not in str(scanned.value)
 
 
-def test_what_was_not_compiled_is_called_predicted(half):
+def test_the_floor_of_half_the_peak_is_not_compiled(half):
     assert half.estimates == ("floor",)
-    assert re.search(r"floor \S+ \S+ predicted, plain step \S+ \S+\)", str(half))
+
+
+@pytest.mark.parametrize("estimates", [(), ("floor",), ("ceiling",), ("floor", "ceiling")])
+def test_what_was_not_compiled_is_called_predicted(half, estimates):
+    search = dataclasses.replace(half.search, estimates=estimates)
+    plan = dataclasses.replace(half, search=search)
+    floor, ceiling = (" predicted" if name in estimates else "" for name in ("floor", "ceiling"))
+    assert re.search(rf"floor \S+ \S+{floor}, plain step \S+ \S+{ceiling}\)", str(plan))
 
 
 @pytest.mark.parametrize(
@@ -326,7 +354,7 @@ def test_a_gradient_beside_marked_units_is_planned():
 def test_unknown_target_and_missing_device():
     with pytest.raises(TargetError, match="unknown target 'abacus'"):
         jdelta.plan(step, 0.5, *arguments(), target="abacus")
-    far = dataclasses.replace(jdelta.plan(step, 1.0, *arguments()), target="tpu:v5e:2x2")
+    far = asking(jdelta.plan(step, 1.0, *arguments()), target="tpu:v5e:2x2")
     with pytest.raises(TargetError, match="tpu:v5e:2x2, which is not attached"):
         far.jit()
 

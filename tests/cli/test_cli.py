@@ -119,9 +119,12 @@ def test_check_refuses_another_program(files, capsys):
 def test_check_says_what_changed(files, capsys, tmp_path):
     record_ = json.loads(Path(files["0.4"]).read_text())
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps({**record_, "compiled_peak": record_["compiled_peak"] - 1}))
+    peak = record_["figures"]["compiled_peak"]
+    lower = {**record_, "figures": {**record_["figures"], "compiled_peak": peak - 1}}
+    path.write_text(json.dumps(lower))
     assert "within the budget" in said(capsys, "check", str(path), *STEP, code=1)
-    path.write_text(json.dumps({**record_, "budget": record_["compiled_peak"] - 1}))
+    tight = {**record_, "question": {**record_["question"], "budget": peak - 1}}
+    path.write_text(json.dumps(tight))
     assert "over the budget" in said(capsys, "check", str(path), *STEP, code=1)
 
 

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.ode import odeint
 
 import jdelta
-from benchmarks.xla import storage as facts
+from benchmarks.compilers import storage as facts
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.cpu import CPU
 from jdelta._src.backends.platforms import backend_of
@@ -173,7 +173,7 @@ ROWS = {"reduce_max", "reduce_sum"}
     ],
 )
 def test_which_element_wise_values_are_written(program, tpu, cuda):
-    """What the compilers say of the same programs: ``python -m benchmarks.xla.storage``."""
+    """What the compilers say of the same programs: ``python -m benchmarks run storage``."""
     for platform, expected in (("tpu", tpu), ("cuda", cuda)):
         assert set(written(program, platform)) - {"dot_general"} == expected
 
@@ -183,7 +183,7 @@ def test_which_element_wise_values_are_written(program, tpu, cuda):
     [({"masked": False}, 576), ({"masked": True}, 576), ({"masked": False, "keys": 32768}, 384)],
 )
 def test_a_gpu_writes_nothing_over_rows_that_it_reads_for_a_softmax(options, compiled):
-    """MiB of temporaries as compiled: ``python -m benchmarks.xla.storage``."""
+    """MiB of temporaries as compiled: ``python -m benchmarks run storage``."""
     fun, args = facts.attention(**options)
     peak = timeline(graph(fun, *args), Compiler(backend_of("cuda"))).peak
     assert peak / 2**20 == pytest.approx(compiled, rel=0.01)
@@ -191,7 +191,7 @@ def test_a_gpu_writes_nothing_over_rows_that_it_reads_for_a_softmax(options, com
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_what_is_computed_again_is_so_just_before_it_is_read(platform):
-    """As compiled, 128 MiB in each layer are there once: ``python -m benchmarks.xla.storage``."""
+    """As compiled, 128 MiB in each layer are there once: ``python -m benchmarks run storage``."""
     peaks = []
     for layers in (2, 4):
         fun, args = facts.recomputed(layers)
@@ -207,7 +207,7 @@ def test_what_is_computed_again_is_so_just_before_it_is_read(platform):
 
 @pytest.mark.parametrize(("cast", "compiled"), [(False, 32), (True, 16)])
 def test_a_gpu_copies_rows_that_its_products_read(cast, compiled):
-    """MiB of temporaries as compiled: ``python -m benchmarks.xla.storage``."""
+    """MiB of temporaries as compiled: ``python -m benchmarks run storage``."""
     fun, args = facts.weights(elementwise=cast, cast=cast)
     peak = timeline(graph(fun, *args), Compiler(backend_of("cuda"))).peak
     assert peak / 2**20 == pytest.approx(compiled, rel=0.01)
@@ -215,7 +215,7 @@ def test_a_gpu_copies_rows_that_its_products_read(cast, compiled):
 
 @pytest.mark.parametrize(("product", "compiled"), [(False, 0), (True, 64)])
 def test_a_gpu_copies_rows_that_its_products_make_into_their_stack(product, compiled):
-    """MiB of temporaries as compiled: ``python -m benchmarks.xla.storage``."""
+    """MiB of temporaries as compiled: ``python -m benchmarks run storage``."""
     fun, args = facts.rows(product)
     peak = timeline(graph(fun, *args), Compiler(backend_of("cuda"))).peak
     assert peak / 2**20 == pytest.approx(compiled, rel=0.01, abs=1)
@@ -223,7 +223,7 @@ def test_a_gpu_copies_rows_that_its_products_make_into_their_stack(product, comp
 
 @pytest.mark.parametrize(("made", "compiled"), [(False, 344), (True, 393)])
 def test_a_gpu_copies_operands_of_a_split_product_one_after_the_other(made, compiled):
-    """MiB of temporaries as compiled, without partial sums: ``benchmarks.xla.storage``."""
+    """MiB of temporaries as compiled, without partial sums, by the same study."""
     fun, args = facts.product(1024, 50257, made=made)
     peak = timeline(graph(fun, *args), Compiler(backend_of("cuda"))).peak
     assert peak / 2**20 == pytest.approx(compiled, rel=0.01)
@@ -231,7 +231,7 @@ def test_a_gpu_copies_operands_of_a_split_product_one_after_the_other(made, comp
 
 @pytest.mark.parametrize(("tied", "compiled"), [(False, 448), (True, 512)])
 def test_what_is_converted_twice_is_in_memory_once_and_all_the_time(tied, compiled):
-    """MiB of temporaries as compiled: ``python -m benchmarks.xla.storage``."""
+    """MiB of temporaries as compiled: ``python -m benchmarks run storage``."""
     fun, args = facts.table(tied=tied)
     peak = timeline(graph(fun, *args), Compiler(backend_of("tpu"))).peak
     assert peak / 2**20 == pytest.approx(compiled, rel=0.01)

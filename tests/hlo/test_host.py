@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jdelta
-from benchmarks.offload import stack
+from benchmarks.compilers.offload import stack
 from jdelta._src.hlo.host_buffers import buffers, without_place
 from jdelta._src.hlo.text import parse
 

@@ -97,20 +97,26 @@ def test_recompute_that_a_compiler_undoes_is_reported(monkeypatch):
     assert "undone        by the compiler" in str(plan)
 
 
-def test_an_executable_from_jaxs_own_cache_is_read_by_the_names_of_this_program(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(Policy, "prevents_cse", lambda *_: False)
+@pytest.fixture
+def executables(tmp_path):
+    """JAX's cache of executables in a folder of its own, with all that is compiled."""
     compilation_cache.reset_cache()
     with flags(
         jax_compilation_cache_dir=str(tmp_path),
         jax_persistent_cache_min_compile_time_secs=0,
         jax_persistent_cache_min_entry_size_bytes=-1,
     ):
-        undone = [
-            jdelta.plan(functools.partial(step, name=name), None, *SHAPES, pin={"*": "recompute"})
-            for name in ("layer", "block")
-        ]
+        yield
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("executables")
+def test_an_executable_from_jaxs_own_cache_is_read_by_the_names_of_this_program(monkeypatch):
+    monkeypatch.setattr(Policy, "prevents_cse", lambda *_: False)
+    undone = [
+        jdelta.plan(functools.partial(step, name=name), None, *SHAPES, pin={"*": "recompute"})
+        for name in ("layer", "block")
+    ]
     assert [{name[:5] for name in plan.undone} for plan in undone] == [{"layer"}, {"block"}]
 
 

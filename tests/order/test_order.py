@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.order import problem as step_problem
+from benchmarks.order.order import problem as step_problem
 from jdelta._src.order import Problem, Tensor, arena, arrange, layout
 from jdelta._src.order.bound import cut, forced, lower_bound
 from jdelta._src.order.exact import solved

@@ -18,7 +18,7 @@ LAYERS, WIDTH = 8, 64
 
 GAINS = jax.__version_info__ >= (0, 12)
 """XLA:CPU of jax 0.10 copies stacks that a loop carries: there the peak rises, and a plan must not
-use it. XLA for TPUs and GPUs does not (``benchmarks/updates.py``)."""
+use it. XLA for TPUs and GPUs does not (``benchmarks/order/updates.py``)."""
 
 gains = pytest.mark.skipif(not GAINS, reason="XLA:CPU of jax 0.10 copies carried stacks")
 

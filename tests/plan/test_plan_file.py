@@ -29,6 +29,7 @@ from tests.compilers import TARGETS
 from tests.parallel import PARALLEL
 from tests.passes.test_updates import GAINS
 from tests.passes.test_updates import make as make_adam
+from tests.planning import asking
 from tests.spilling import Device
 
 SCHEMA = json.loads(
@@ -79,7 +80,14 @@ def static(_):
     return jdelta.plan(scaled, 0.7, 2.0, *small.make_args(), static_argnums=0)
 
 
-KINDS = [automatic, nothing_planned, recompute, spill, sharded, updates_moved, static]
+def asked_much(_):
+    pin = {"*/mlpwi": "recompute", "*/sub": Decision.SAVE}
+    bounds = {"host_budget": "1GiB", "per_layer": False, "reorder": True}
+    shapes = small.make_args()
+    return jdelta.plan(small.step, 0.8, *shapes, donate_argnums=0, solver="milp", pin=pin, **bounds)
+
+
+KINDS = [automatic, nothing_planned, recompute, spill, sharded, updates_moved, static, asked_much]
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +117,19 @@ def test_every_kind_of_plan_is_of_the_schema_and_comes_back(make, tmp_path):
     VALIDATOR.validate(json.loads((tmp_path / "plan.json").read_text()))
     loaded = jdelta.load(tmp_path / "plan.json")
     assert loaded == plan
+    assert hash(loaded) == hash(plan)
+    assert dataclasses.asdict(loaded.question) == dataclasses.asdict(plan.question)
+    assert loaded.answer.pinned == plan.answer.pinned
     assert loaded.decisions == plan.decisions
     assert str(loaded) == str(plan)
+
+
+def test_the_question_comes_back(tmp_path):
+    asked_much(None).save(tmp_path / "plan.json")
+    question = jdelta.load(tmp_path / "plan.json").question
+    assert (question.solver, question.host_budget) == ("milp", 1 << 30)
+    assert question.pins == (("*/mlpwi", Decision.RECOMPUTE), ("*/sub", Decision.SAVE))
+    assert (question.per_layer, question.reorder) == (False, True)
 
 
 @pytest.mark.compiler
@@ -144,21 +163,25 @@ def wrong(record, *where, value):
     ("where", "value"),
     [
         (["jdelta_plan"], VERSION - 1),
-        (["budget"], "14GiB"),
-        (["budget"], None),
-        (["compiled_peak"], -1),
-        (["target"], "abacus"),
-        (["estimates"], ["budget"]),
-        (["arguments", 0], "float32[3]"),
-        (["fingerprint"], "short"),
-        (["versions", "jax"], None),
-        (["policy", "saved"], "all"),
-        (["policy", "melted"], []),
-        (["residuals", 0, "shape"], ["wide"]),
-        (["residuals", 0, "name"], None),
-        (["grouping", "layers"], 0),
-        (["aliases", 0], ["one"]),
+        (["question", "budget"], "14GiB"),
+        (["question", "budget"], None),
+        (["question", "pins"], [["layer/tanh", "melt"]]),
+        (["question", "host_budget"], "4GiB"),
+        (["question"], None),
+        (["figures", "compiled_peak"], -1),
+        (["question", "target"], "abacus"),
+        (["search", "estimates"], ["budget"]),
+        (["program", "arguments", 0], "float32[3]"),
+        (["program", "fingerprint"], "short"),
+        (["program", "versions", 1], None),
+        (["answer", "policy", "saved"], "all"),
+        (["answer", "policy", "melted"], []),
+        (["answer", "residuals", 0, "shape"], ["wide"]),
+        (["answer", "residuals", 0, "name"], None),
+        (["answer", "grouping", "layers"], 0),
+        (["answer", "aliases", 0], ["one"]),
         (["of_my_own"], 1),
+        (["figures", "of_my_own"], 1),
     ],
 )
 def test_the_schema_refuses_what_is_wrong(path, where, value):
@@ -168,7 +191,7 @@ def test_the_schema_refuses_what_is_wrong(path, where, value):
 
 
 def test_an_adapter_that_is_an_object_cannot_be_saved(half, tmp_path):
-    held = dataclasses.replace(half, spill=jdelta.Spill(str(tmp_path), adapter=Device()))
+    held = asking(half, spill=jdelta.Spill(str(tmp_path), adapter=Device()))
     with pytest.raises(SpillError, match="name their adapter"):
         held.save(tmp_path / "plan.json")
 
@@ -211,16 +234,43 @@ def test_a_loaded_plan_is_a_policy_and_has_no_step(half, path):
             lambda text: text.replace(f'"jdelta_plan": {VERSION}', f'"jdelta_plan": {VERSION - 1}'),
             rf"got version {VERSION - 1}\. Plan again with this version",
         ),
-        (lambda text: json.dumps({**json.loads(text), "residuals": [{"name": 1}]}), "damaged at"),
-        (lambda text: json.dumps({"jdelta_plan": VERSION}), "damaged at"),
-        (lambda text: json.dumps({**json.loads(text), "budget": "a lot"}), "damaged at"),
-        (lambda text: json.dumps({**json.loads(text), "versions": ["jax"]}), "damaged at"),
-        (lambda text: json.dumps({**json.loads(text), "spill": {"path": 3}}), "damaged at"),
+        (lambda text: json.dumps({"jdelta_plan": VERSION}), "damaged at the plan: expected the"),
     ],
 )
 def test_damaged_files_are_refused(path, damage, says):
     path.write_text(damage(path.read_text()))
     with pytest.raises(PlanMismatchError, match=says):
+        jdelta.load(path)
+
+
+PLACE = {"path": "/tmp", "limit": None, "pool": "256MiB", "adapter": "disk", "checksum": True}
+PLACE |= {"write_rate": None, "read_rate": None, "least": "1MiB", "timeout": 40.0}
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "says"),
+    [
+        (["answer", "residuals"], [{"name": 1}], r"answer\.residuals\[0\]: expected the fields"),
+        (["answer", "residuals", 0, "bytes"], 1.5, r"answer\.residuals\[0\]\.bytes: expected int"),
+        (["answer", "policy", "saved"], "all", r"answer\.policy\.saved: expected a list"),
+        (["answer", "policy", "least"], 1, r"answer\.policy\.least: expected bool"),
+        (["answer", "aliases"], [["one"]], r"answer\.aliases\[0\]: expected a list of 2"),
+        (["question", "budget"], "a lot", r"question\.budget: expected int, got 'a lot'"),
+        (["question", "budget"], True, r"question\.budget: expected int, got True"),
+        (["question", "pins"], [["h/*", "melt"]], r"question\.pins\[0\]\[1\]: expected Decision"),
+        (["question", "reorder"], None, r"question: expected the fields budget, target"),
+        (["question", "spill"], {"path": 3}, r"question\.spill: expected the fields path"),
+        (["question", "spill"], {**PLACE, "path": 3}, r"question\.spill\.path: expected str"),
+        (["question", "spill"], {**PLACE, "timeout": -1.0}, "timeout: expected a number above"),
+        (["question", "spill"], {**PLACE, "adapter": 3}, r"spill\.adapter: expected str or Adapt"),
+        (["program", "versions"], ["jax"], r"program\.versions\[0\]: expected a list of 2"),
+        (["figures", "overhead"], "none", r"figures\.overhead: expected float"),
+        (["search", "estimates"], {}, r"search\.estimates: expected a list"),
+    ],
+)
+def test_a_damaged_field_is_named(path, where, value, says):
+    path.write_text(json.dumps(wrong(json.loads(path.read_text()), *where, value=value)))
+    with pytest.raises(PlanMismatchError, match=f"damaged at .*{says}"):
         jdelta.load(path)
 
 
@@ -236,7 +286,8 @@ def test_other_shapes_are_refused_by_name(path):
 def aged(path, **old):
     """The plan in a file as if it had been made with other versions."""
     record = json.loads(path.read_text())
-    record["versions"].update(old)
+    versions = record["program"]["versions"]
+    record["program"]["versions"] = [[name, old.get(name, version)] for name, version in versions]
     path.write_text(json.dumps(record))
     return jdelta.load(path)
 
@@ -254,7 +305,7 @@ def test_another_version_alone_is_no_reason_but_the_peak_is_checked(half, path):
     old = aged(path, jax="0.9.1")
     assert dict(old.versions) == {**dict(versions()), "jax": "0.9.1"}
     assert old.jit(step)(*arguments())[1] == half.jit()(*arguments())[1]
-    tight = dataclasses.replace(old, budget=half.compiled_peak - 1)
+    tight = asking(old, budget=half.compiled_peak - 1)
     with pytest.raises(jdelta.BudgetError, match=r"and with jax 0\.9\.1 \(here"):
         tight.jit(step)(*arguments())
 
@@ -296,7 +347,7 @@ def test_a_sharding_is_described_alike_however_it_is_said():
 def test_a_plan_made_ahead_of_time_runs_once_the_devices_are_there(half, path, monkeypatch):
     kind = jax.devices()[0].device_kind
     chip = Chip(kind, 2**34, resolve("cpu").rates, "1x1", "")
-    ahead = dataclasses.replace(jdelta.load(path), target="cpu:here:1x1")
+    ahead = asking(jdelta.load(path), target="cpu:here:1x1")
     other = dataclasses.replace(chip, kind="another")
     monkeypatch.setattr(jdelta._src.backends.target, "CHIPS", {"cpu": {"here": other}})
     with pytest.raises(TargetError, match="cpu:here:1x1, which is not attached"):

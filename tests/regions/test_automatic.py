@@ -232,7 +232,7 @@ def recomputed(step, args):
     found, decisions = planned(step, 0.0, *args)
     program = jax.make_jaxpr(under(found, decisions, step))(*args)
     target = resolve("tpu:v5e:2x2")
-    flat = with_forward_first(Program(program), Context(target.backend, target.rates)).flat()
+    flat = with_forward_first(Program(program), Context(target.backend, target.rates)).flat
     return _jax.open_jaxpr(flat).eqns
 
 
@@ -297,7 +297,7 @@ def test_what_enters_a_region_is_kept_as_it_is():
     context = Context(resolve("cpu").backend, resolve("tpu:v5e:2x2").rates)
     plainer = without_harmful_rounding(program, context)
     rounded, plain = (
-        [e for e in _jax.open_jaxpr(p.flat()).eqns if e.primitive.name == "reduce_precision"]
+        [e for e in _jax.open_jaxpr(p.flat).eqns if e.primitive.name == "reduce_precision"]
         for p in (program, plainer)
     )
     assert rounded

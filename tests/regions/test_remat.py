@@ -753,7 +753,8 @@ def test_a_plan_as_a_hand_policy_is_refused():
 
 def test_a_plan_with_one_more_checkpoint_is_no_policy():
     plan = jdelta.plan(sum_of(wave), "1GiB", X, pin={"*": "recompute"})
-    nested = dataclasses.replace(plan, grouping=Grouping(2, nested=True))
+    answer = dataclasses.replace(plan.answer, grouping=Grouping(2, nested=True))
+    nested = dataclasses.replace(plan, answer=answer)
     with pytest.raises(PlanMismatchError, match="under one more checkpoint"):
         sum_of(jax.checkpoint(wave, policy=nested))(X)
 

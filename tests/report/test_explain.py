@@ -1,12 +1,17 @@
 """What a plan says of its decisions, and of a step that does not fit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jdelta
 from jdelta import Decision
+from jdelta._src.solver import Solver
+from jdelta._src.solver.solution import Outcome, Solution
 from tests import small
+from tests.planning import asking
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +73,112 @@ def test_no_compiler_is_needed_to_explain(tmp_path, plan, monkeypatch):
     monkeypatch.setattr("jdelta._src.backends.target.topology_devices", None)
     (found, *_) = jdelta.load(str(record)).explain("*/mlpwi")
     assert found.transfers is not None or found.refusal
+
+
+# --- The question that was asked ----------------------------------------------------------------
+
+
+def turnings(plan):
+    """What would change each decision, by name."""
+    return {e.name: e.turning for e in plan.explain("*")}
+
+
+def loaded(plan, folder):
+    plan.save(str(folder / "plan.json"))
+    return jdelta.load(str(folder / "plan.json"))
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepsNothing(Solver):
+    """Has everything computed again."""
+
+    because: str = "it is simple"
+
+    def _search(self, problem):
+        nothing = (Decision.RECOMPUTE,) * len(problem.items)
+        return Solution.of(problem, nothing, Outcome.HEURISTIC)
+
+
+def test_a_pinned_decision_is_explained_by_its_pin(tmp_path):
+    shapes, pin = small.make_args(), {"*/mlpwi": "recompute", "*/sub": "save"}
+    made = jdelta.plan(small.step, 0.8, *shapes, donate_argnums=0, pin=pin)
+    for plan in (made, loaded(made, tmp_path)):
+        assert {e.name for e in plan.explain("*") if e.pinned} == {"unit/mlpwi", "unit/sub"}
+        (found,) = plan.explain("*/mlpwi")
+        assert found.turning is None
+        assert str(found).startswith("unit/mlpwi: recompute (pinned)\n")
+        says = "No amount of memory for residuals changes this decision: it was pinned."
+        assert str(found).endswith(says)
+    answer = dataclasses.replace(made.answer, pinned=())
+    assert turnings(dataclasses.replace(made, answer=answer)) != turnings(made)
+    total = sum(r.bytes for r in made.residuals)
+    turning = [found for found in turnings(made).values() if found is not None]
+    assert turning
+    assert all(abs(found) <= total for found in turning)
+
+
+def test_alike_residuals_are_apart_where_some_are_pinned():
+    shapes = small.make_args()
+    first = jdelta.plan(small.unrolled_step, "1GiB", *shapes)
+    name = next(r.name for r in first.residuals if r.name.endswith("mlpwi"))
+    pin = {"*": "save", name: "recompute"}
+    plan = jdelta.plan(small.unrolled_step, "1GiB", *shapes, pin=pin)
+    found = plan.explain("*/mlpwi")
+    assert sum(e.instances for e in found) == small.LAYERS
+    assert all(e.pinned for e in found)
+    answer = dataclasses.replace(plan.answer, pinned=((name, Decision.RECOMPUTE),))
+    by_hand, *others = dataclasses.replace(plan, answer=answer).explain("*/mlpwi")
+    assert (by_hand.name, by_hand.pinned, by_hand.instances) == (name, True, 1)
+    assert [e.pinned for e in others] == [False] * len(others)
+
+
+def test_the_solver_that_was_asked_for_explains(tmp_path, monkeypatch):
+    shapes = small.make_args()
+    made = jdelta.plan(small.step, 0.8, *shapes, donate_argnums=0, per_layer=False, solver="milp")
+    explained = turnings(made)
+    assert any(explained.values())
+
+    def solve(*_):
+        raise AssertionError("the heuristic was asked")
+
+    monkeypatch.setattr(jdelta.Knapsack, "solve", solve)
+    assert turnings(loaded(made, tmp_path)) == explained
+
+
+def test_a_solver_that_no_file_can_hold_is_named(tmp_path, plan):
+    made = dataclasses.replace(asking(plan, solver=repr(KeepsNothing())), _solver=KeepsNothing())
+    assert not any(turnings(made).values())
+    assert "So says" not in str(made.explain("*"))
+    read = loaded(made, tmp_path)
+    assert read == made
+    assert read.solver is None
+    assert turnings(read) == turnings(plan)
+    for found in read.explain("*"):
+        says = "So says knapsack: no file can hold the plan's KeepsNothing(because='it is simple')."
+        assert says in " ".join(str(found).split())
+
+
+def test_the_host_has_the_room_that_was_asked_for(tmp_path):
+    shapes = small.make_args(1 << 16)
+    made = jdelta.plan(small.step, 0.6, *shapes, donate_argnums=0, per_layer=False)
+    room, none = (asking(made, target="tpu:v5e:2x2", host_budget=h) for h in (None, 0))
+    assert turnings(none) != turnings(room)
+    assert turnings(loaded(none, tmp_path)) == turnings(none)
+
+
+def test_what_was_pinned_to_the_host_is_explained_where_jaxlib_refuses_that(monkeypatch):
+    shapes = small.make_args(1 << 16)
+    made = jdelta.plan(small.step, "1GiB", *shapes, donate_argnums=0, pin={"*": "recompute"})
+    answer = dataclasses.replace(made.answer, pinned=(("unit/mlpwi", Decision.OFFLOAD),))
+    refused = "as an older jaxlib"
+    monkeypatch.setattr("jdelta._src.backends.target._offload_refusal", lambda _: refused)
+    plan = dataclasses.replace(asking(made, target="cuda:h100:1x1x8"), answer=answer)
+    (found,) = plan.explain("unit/mlpwi")
+    assert found.pinned
+    assert found.refusal == refused
+
+
+# --- A step that does not fit -------------------------------------------------------------------
 
 
 def test_oom_lists_what_is_alive_at_the_peak():

@@ -75,6 +75,27 @@ def test_maxtext_refuses_names_it_does_not_know():
         plan.export("maxtext")
 
 
+def test_maxtext_gets_no_setting_that_it_would_refuse():
+    """Its configuration forbids other keys, and its layers' input cannot be recomputed."""
+    names = ("decoder_layer_input", "mine", "kv_proj", "mlpwi")
+
+    def layer(w, x):
+        for name in names:
+            x = checkpoint_name(jnp.tanh(x @ w), name)
+        return x
+
+    def step(w, x):
+        return jax.grad(lambda w: jnp.sum(jdelta.remat(layer)(w, x)))(w)
+
+    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    pin = {"*": "recompute", "*kv_proj*": "save"}
+    said = yaml.safe_load(jdelta.plan(step, None, shape, shape, pin=pin).export("maxtext"))
+    assert "mine" not in said
+    assert said["kv_proj"] == said["decoder_layer_input"] == "device"
+    assert said["mlpwi"] == "remat"
+    assert "mla_q" not in said
+
+
 def test_layers_decided_apart_are_refused():
     pin = {"*": "recompute", "*_0/mlpwi": "save"}
     plan = planned(small.unrolled_step, pin)

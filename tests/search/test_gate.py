@@ -12,24 +12,14 @@ import pytest
 import jdelta
 from jdelta import BudgetError, Decision, OffloadError, PlanMismatchError
 from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
+from jdelta._src.search.candidate import Candidate
 from jdelta._src.search.gate import Limits
 from jdelta._src.search.search import Search
+from tests.sines import shapes, step
 from tests.stand_in import EXACT, lowering_to_itself
 
 TARGET = "tpu:v5e:2x2"
-ARGS = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((12, 512, 512), (8192, 512)))
-
-
-@jdelta.remat
-def layer(w, x):
-    return x + jnp.sin(jnp.tanh(x @ w))
-
-
-def step(ws, x):
-    def loss(ws):
-        return jnp.mean(jax.lax.scan(lambda y, w: (layer(w, y), None), x, ws)[0] ** 2)
-
-    return ws - 0.1 * jax.grad(loss)(ws)
+ARGS = shapes(layers=12, rows=8192, width=512)
 
 
 def measured(emission, *_, **said):
@@ -38,7 +28,7 @@ def measured(emission, *_, **said):
 
 @pytest.fixture
 def plan(monkeypatch):
-    monkeypatch.setattr("jdelta._src.search.search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", lambda e, *_, **__: measured(e))
     return functools.partial(jdelta.plan, step, 0.6, *ARGS, target=TARGET, host_budget=0)
 
@@ -52,7 +42,8 @@ def refused(best):
 
 
 def not_compiled(best):
-    return dataclasses.replace(best, measurement=None)
+    fields = dataclasses.fields(Candidate)
+    return Candidate(**{field.name: getattr(best, field.name) for field in fields})
 
 
 def of_other_decisions(best):
@@ -95,7 +86,7 @@ HOST_LIES = [
 @pytest.mark.parametrize(("said", "match"), HOST_LIES)
 def test_what_is_said_to_be_on_the_host_is_there(said, match, plan, monkeypatch):
     monkeypatch.setattr(
-        "jdelta._src.search.search.host_fault", lambda *_: None
+        "jdelta._src.search.attempts.host_fault", lambda *_: None
     )  # a search that looks away
     monkeypatch.setattr(
         "jdelta._src.search.history.measure", lambda e, *_, **__: measured(e, **said)

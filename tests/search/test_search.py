@@ -11,15 +11,11 @@ from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
 from jdelta._src.regions.region import Grouping
 from tests.compilers import needs_cuda
 from tests.programs import PROGRAMS, unmarked
+from tests.sines import layer
 from tests.stand_in import EXACT, lowering_to_itself, saying_what_is_predicted
 
 LAYERS, ROWS, WIDTH = 48, 8192, 512
 BUDGET = 500 << 20
-
-
-@jdelta.remat
-def layer(w, x):
-    return x + jnp.sin(jnp.tanh(x @ w))
 
 
 def step(ws, x):
@@ -68,7 +64,7 @@ def uses_the_budget(deviation, share, target, monkeypatch):
             peak += int(deviation(peak / plain[0]) * plain[0])
         return None, dataclasses.replace(EXACT, peak=peak)
 
-    monkeypatch.setattr("jdelta._src.search.search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", measured)
     ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(LAYERS)]
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
@@ -90,7 +86,7 @@ def normed_step(w, x):
 
 
 def test_the_floor_says_what_pins_keep(monkeypatch):
-    monkeypatch.setattr("jdelta._src.search.search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", saying_what_is_predicted)
     w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((WIDTH, WIDTH), (ROWS, WIDTH)))
     for pin, said in (({}, "recomputed the step"), ({"*rsqrt*": "save"}, "recomputed but [0-9]")):
@@ -100,7 +96,7 @@ def test_the_floor_says_what_pins_keep(monkeypatch):
 
 def test_the_plain_step_is_the_plan_if_it_turns_out_to_fit(monkeypatch):
     """In a TPU's on-chip memory all plans of a small step take the same, far below what is said."""
-    monkeypatch.setattr("jdelta._src.search.search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     exact = dataclasses.replace(EXACT, peak=20 << 20)
     monkeypatch.setattr("jdelta._src.search.history.measure", lambda *_, **__: (None, exact))
     w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((WIDTH, WIDTH), (ROWS, WIDTH)))
@@ -128,7 +124,7 @@ def test_a_search_that_goes_on_compiles_nothing_again(monkeypatch):
         compiled.append(emission.policy)
         return None, dataclasses.replace(EXACT, peak=emission.simulated)
 
-    monkeypatch.setattr("jdelta._src.search.search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", measured)
     monkeypatch.setattr("jdelta._src.search.search.Search.better_grouping", lambda *_: None)
     floor = jdelta.plan(scanned, None, *STACKED, target="tpu:v5e:2x2", pin={"*": "recompute"})
@@ -147,7 +143,7 @@ def test_a_prediction_is_what_was_said_before_compiling(monkeypatch):
         compiled.append(emission.policy)
         return None, dataclasses.replace(EXACT, peak=int(1.005 * emission.simulated))
 
-    monkeypatch.setattr("jdelta._src.search.search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", measured)
     monkeypatch.setattr("jdelta._src.search.candidate.GOOD_USE", 2.0)  # so that it goes on
     monkeypatch.setattr("jdelta._src.search.search.Search.better_grouping", lambda *_: None)
@@ -169,7 +165,7 @@ def test_layers_decided_apart_in_vain_are_counted(monkeypatch):
         apart.append(len(compiled))
         return Grouping(2)
 
-    monkeypatch.setattr("jdelta._src.search.search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", measured)
     monkeypatch.setattr("jdelta._src.search.search.Search.better_grouping", grouping)
     plan = jdelta.plan(scanned, BUDGET, *STACKED, target="tpu:v5e:2x2", host_budget=0)
@@ -185,7 +181,7 @@ def test_what_is_left_after_a_miss_is_used_with_layers_alike(monkeypatch):
         peaks.append(int((1.0 if peaks else 1.2) * emission.simulated))
         return None, dataclasses.replace(EXACT, peak=peaks[-1])
 
-    monkeypatch.setattr("jdelta._src.search.search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", measured)
     plan = jdelta.plan(scanned, BUDGET, *STACKED, target="tpu:v5e:2x2", host_budget=0)
     assert plan.grouping.layers == 1
@@ -200,7 +196,7 @@ def test_what_is_left_after_a_miss_is_used_with_layers_alike(monkeypatch):
 )
 def test_what_takes_longer_to_keep_than_to_compute_is_not_kept(monkeypatch, target, share):
     """Narrow layers in a loop: some of the budget is left, and nothing is slower for it."""
-    monkeypatch.setattr("jdelta._src.search.search.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", saying_what_is_predicted)
     options = {"target": target, "host_budget": 0, "history": jdelta.History()}
     plan = jdelta.plan(scanned, 0.9, *STACKED, **options)

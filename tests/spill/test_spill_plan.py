@@ -14,13 +14,15 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jdelta
-from benchmarks import rok
+from benchmarks.device import rok
 from benchmarks.models import identity
 from jdelta import Decision, SpillError
 from jdelta._src import _jax
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.backends.target import resolve
 from jdelta._src.passes import spill as spill_pass
 from jdelta._src.passes.program import Context, Program
+from jdelta._src.passes.timed_transfers import timed
 from jdelta._src.plan.spill_watch import Drift
 from jdelta._src.program.hlo_names import RECOMPUTE
 from jdelta._src.program.names import RegionName
@@ -33,6 +35,7 @@ from jdelta._src.sizes import format_bytes
 from jdelta._src.spill import SpillRates, rates_of, write
 from tests.frameworks import FORMS, LAYERS, STEPS
 from tests.parallel import PARALLEL
+from tests.planning import decided, under
 from tests.spilling import MIB, Device, check, flow, network, open_store, usage
 from tests.trainers import MICRO, TRAINERS
 from tests.trainers import STEPS as MANY
@@ -508,6 +511,25 @@ def test_what_is_handed_on_but_not_read_is_not_counted(tmp_path):
         assert flow(store).planned == program.spilled.written
 
 
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_unit_reads_from_host_memory_and_from_files(tmp_path, platform):
+    """What is emitted, run where all memory is one: the same numbers, all bytes through files."""
+    step, args = network(512, scan=False)
+    away = {"tanh": Decision.OFFLOAD, "dot_general": Decision.SPILL}
+    found, priced, kept = decided(step, lambda *_: "save", *args)
+    decisions = {r.name: away.get(r.name.split("/")[-1], kept[r.name]) for r in priced}
+    assert set(away.values()) < set(decisions.values())
+    store = open_store(tmp_path)
+    spills = {"store": store, "is_spilled": lambda name: decisions[name] is Decision.SPILL}
+    context = Context(backend_of(platform), resolve("cpu").rates, offloads=True, **spills)
+    staged = Program(jax.make_jaxpr(under(found, decisions, step))(*args))
+    program = timed(spill_pass.spilled(staged, context), context)
+    got = jax.jit(functools.partial(_jax.evaluate, program.jaxpr))(*jax.tree.leaves(args))
+    check(got, jax.tree.leaves(jax.jit(step)(*args)))
+    spilled = sum(r.bytes for r in priced if decisions[r.name] is Decision.SPILL)
+    assert flow(store).planned == program.spilled.written == spilled
+
+
 def test_a_plan_does_without_files_that_the_program_does_not_use(spill, monkeypatch):
     step, args = network()
     no_read(monkeypatch)
@@ -529,7 +551,8 @@ def test_endurance(spill):
     assert jdelta.endurance(plan, "600TB", 0.5, devices=4).seconds == life.seconds / 4
     predicted = jdelta.endurance(plan, 10**15)
     assert predicted.seconds == 1e15 * (plan.step_seconds + plan.overhead) / plan.spill_written
-    nothing = dataclasses.replace(plan, spill_written=0)
+    figures = dataclasses.replace(plan.figures, spill_written=0)
+    nothing = dataclasses.replace(plan, figures=figures)
     assert jdelta.endurance(nothing, "1TB").seconds == math.inf
     for rated, seconds in (("half", 1.0), ("50%", 1.0), ("1TB", 0.0)):
         with pytest.raises(SpillError, match="expected the bytes that the drive is rated for"):

@@ -273,10 +273,10 @@ def large_penalty(w):
 def test_nothing_is_offloaded_where_reverse_goes_over_reverse():
     offered = searched(large_penalty, {})
     assert any(item.moves for item in offered.items.problem.items)
-    decisions = offered._decide(0.0).decisions
+    decisions = offered.proposals.keeping(0.0).decisions
     assert Decision.OFFLOAD not in decisions.values()
     with pytest.raises(OffloadError, match="JAX cannot transpose a copy to the host"):
-        searched(large_penalty, {"*/sin": "offload"})._decide(0.0)
+        searched(large_penalty, {"*/sin": "offload"}).proposals.keeping(0.0)
 
 
 def vmapped_cond(w):
@@ -288,7 +288,7 @@ def vmapped_cond(w):
 
 
 def test_nothing_is_offloaded_where_vmap_chooses_between_branches():
-    decisions = searched(vmapped_cond, {})._decide(0.0).decisions
+    decisions = searched(vmapped_cond, {}).proposals.keeping(0.0).decisions
     assert Decision.OFFLOAD not in decisions.values()
     with pytest.raises(OffloadError, match="makes a cond with a marked region in it a choice"):
-        searched(vmapped_cond, {"*/cos": "offload"})._decide(0.0)
+        searched(vmapped_cond, {"*/cos": "offload"}).proposals.keeping(0.0)

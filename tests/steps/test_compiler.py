@@ -122,6 +122,7 @@ def test_the_carry_of_a_loop_on_the_host_takes_no_more_than_by_hand(target):
     assert plan.host_bytes == 4 * 65536 * 1024 * 2 // mesh.size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_floor_can_be_reached_and_a_host_budget_raises_it(target):
     floors = []

@@ -31,7 +31,7 @@ from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.links import offload_refusal
 from jdelta._src.residuals.residual import residuals
-from tests.compilers import fast, needs_cuda
+from tests.compilers import needs_cuda
 from tests.planning import decided, under
 
 ROWS, WIDTH = 16, 16
@@ -214,8 +214,8 @@ def test_loss_and_gradients_equal_the_plain_step(kind, remat, choice):
     found, _, decisions = decided(step, CHOICES[choice], *arguments())
     assert found.automatic is (remat is not jdelta.remat)
     assert MEANT[choice] <= set(decisions.values())
-    got = fast(under(found, decisions, step))(*arguments())
-    expected = fast(jax.value_and_grad(make_step(kind, lambda f: f)))(*arguments())
+    got = jax.jit(under(found, decisions, step))(*arguments())
+    expected = jax.jit(jax.value_and_grad(make_step(kind, lambda f: f)))(*arguments())
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(abs(b).max()))
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from benchmarks import models
-from tests.compilers import fast
 
 COUNTS = {
     "gpt2": 124_439_808,
@@ -58,7 +57,7 @@ SCANNED = ["nano", "bert-base", "vit-b", "llama", "mixtral", "t5-large"]
 @functools.cache
 def draw(name, scan):
     """State and batch of a small case."""
-    return fast(models.build(name, small=True, scan=scan).init)(0)
+    return jax.jit(models.build(name, small=True, scan=scan).init)(0)
 
 
 def count(params):
@@ -98,7 +97,7 @@ def test_small_keeps_structure(name):
 def test_loss_falls(name, scan):
     case = models.build(name, small=True, scan=scan, **quiet(name))
     state, batch = draw(name, scan)
-    step = fast(case.step)
+    step = jax.jit(case.step)
     losses = []
     for _ in range(8):
         state, metrics = step(state, batch)
@@ -123,7 +122,7 @@ def test_recompute_changes_nothing(name, scan):
     recomputed = models.build(name, small=True, scan=scan, remat=models.checkpoint(name))
     assert jax.tree.structure(recomputed.state) == jax.tree.structure(plain.state)
     state, batch = draw(name, scan)
-    assert_close(fast(recomputed.grads)(state, batch), fast(plain.grads)(state, batch))
+    assert_close(jax.jit(recomputed.grads)(state, batch), jax.jit(plain.grads)(state, batch))
     assert checkpoints(recomputed.loss, state, batch) > 0
 
 
@@ -131,9 +130,9 @@ def test_scan_changes_nothing():
     scanned = models.build("nano", small=True, scan=True, dropout=0.0)
     unrolled = models.build("nano", small=True, dropout=0.0)
     state, batch = draw("nano", scan=False)
-    expected = fast(unrolled.loss)(state, batch)
+    expected = jax.jit(unrolled.loss)(state, batch)
     stacked = state._replace(params=stack(state.params))
-    np.testing.assert_allclose(fast(scanned.loss)(stacked, batch), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(scanned.loss)(stacked, batch), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -143,10 +142,10 @@ def test_span_changes_nothing(name):
     nested = models.build(name, **options, span=2, remat=models.checkpoint(name))
     assert checkpoints(nested.loss, nested.state, nested.batch) == 2
     state, batch = draw(name, True)
-    loss, grads = fast(plain.grads)(state, batch)
+    loss, grads = jax.jit(plain.grads)(state, batch)
     grouped = state._replace(params=shaped_like(nested.state.params, state.params))
     expected = loss, shaped_like(nested.state.params, grads)
-    assert_close(fast(nested.grads)(grouped, batch), expected)
+    assert_close(jax.jit(nested.grads)(grouped, batch), expected)
 
 
 def shaped_like(shapes, params):
@@ -165,7 +164,7 @@ def stack(params):
 def test_dropout_depends_on_step():
     case = models.build("nano", small=True)
     state, batch = draw("nano", scan=False)
-    loss = fast(case.loss)
+    loss = jax.jit(case.loss)
     later = state._replace(step=state.step + 1)
     assert loss(state, batch) == loss(state, batch)
     assert loss(state, batch) != loss(later, batch)

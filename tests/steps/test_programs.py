@@ -2,7 +2,7 @@
 
 Plans are chosen by the simulation: XLA compiles only what is run, and optimises little. Whether
 peaks are as promised is for the tests of random steps and, with all of XLA's optimisations and for
-other devices, for `benchmarks.programs`.
+other devices, for `python -m benchmarks run programs`.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ SHARE = 0.5
 @pytest.fixture
 def program(request, monkeypatch):
     """One of the table; a plan is said to take what is simulated, and compiled when it is run."""
-    monkeypatch.setattr("jdelta._src.search.search.emit", emitted)
+    monkeypatch.setattr("jdelta._src.search.propose.emit", emitted)
     monkeypatch.setattr(
         "jdelta._src.search.history.measure", lambda later, *_, **__: (later, later.measured)
     )
     # What is simulated only to use more of a budget would take much of the time.
-    monkeypatch.setattr("jdelta._src.search.search.MOST_TRACES", 2)
+    monkeypatch.setattr("jdelta._src.search.propose.MOST_TRACES", 2)
     found = PROGRAMS[request.param]
     if jax.__version_info__ < found.since:
         pytest.skip(f"needs jax {found.since}")

@@ -29,7 +29,6 @@ from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import NO_PINS
 from jdelta._src.residuals.residual import residuals
 from jdelta._src.solver import Knapsack, Milp
-from tests.compilers import fast
 from tests.planning import planned, under
 
 STEPS = {
@@ -48,7 +47,7 @@ def of_plain_step(step):
     """Its arguments, and its loss and gradients."""
     plain = build(**STEPS[step], small=True)
     args = plain.init(0)
-    return args, fast(plain.grads)(*args)
+    return args, jax.jit(plain.grads)(*args)
 
 
 @pytest.mark.parametrize("remat", [jdelta.remat, identity], ids=["marked", "found"])
@@ -59,7 +58,7 @@ def test_loss_and_gradients_equal_the_plain_step(step, remat):
     assert found.automatic == (remat is identity)
     assert {Decision.SAVE, Decision.RECOMPUTE} <= set(decisions.values())
     args, (expected_loss, expected) = of_plain_step(step)
-    loss, grads = fast(under(found, decisions, marked.grads))(*args)
+    loss, grads = jax.jit(under(found, decisions, marked.grads))(*args)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     largest = max(float(abs(g).max()) for g in jax.tree.leaves(expected))
     for path, g in jax.tree.leaves_with_path(grads):

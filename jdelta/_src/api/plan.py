@@ -15,18 +15,22 @@ from jax.extend.core import Primitive
 
 from jdelta._src.backends.target import attached
 from jdelta._src.errors import ArgumentError, PlanMismatchError, SpillError, TargetError
+from jdelta._src.hlo.overlap import Overlap
 from jdelta._src.plan import file
 from jdelta._src.plan.call import Call
 from jdelta._src.plan.planned_step import PlannedStep, compiled
 from jdelta._src.plan.record import PlanRecord
-from jdelta._src.plan.user_step import Jitted, jitted, together
+from jdelta._src.plan.user_step import Arguments, Jitted, jitted, together
 from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.region import Grouping
 from jdelta._src.report.explain import Explanation, explain
 from jdelta._src.report.export import export
 from jdelta._src.report.page import page
 from jdelta._src.report.pictures import Picture, picture
 from jdelta._src.report.rok import RokPoint
 from jdelta._src.report.table import format_table, rows, summary
+from jdelta._src.residuals.residual import Residual
+from jdelta._src.spill import Spill, SpillRates
 
 _NO_PLANS: Mapping[str, Any] = MappingProxyType({})
 
@@ -37,60 +41,210 @@ class Plan(PlanRecord):
 
     A plan made with ``per_layer=False`` is a ``jax.checkpoint`` policy: pass it as ``policy=`` to
     ``jdelta.remat``, ``jax.checkpoint``, ``nn.remat`` or ``nnx.remat`` around units marked with
-    ``jdelta.remat``. It is immutable and hashable; plans made by equal decisions for the same
-    program are equal.
+    ``jdelta.remat``. It is immutable and hashable; plans that came out alike are
+    equal.
 
     Attributes:
-        policy: The decisions as a policy; None when the plain step fits the budget.
-        residuals: The step's residuals, in the order of the forward pass.
-        budget: Bound on the peak per device of the whole compiled step, bytes.
-        predicted_peak: Peak predicted before this plan was compiled, bytes per device.
-        compiled_peak: Peak of the compiled program (arguments, results and temporaries, less
-            aliasing), bytes per device, as the target's compiler gives it; on a CPU with it what is
-            in memory on its way to files.
-        code_bytes: Bytes of the compiled program itself, as its compiler gives them. A TPU has them
-            in device memory too, beside ``compiled_peak``. (Its compiler writes shorter code where
-            memory is short.)
-        host_bytes: Bytes in pinned host memory in the compiled program: what is offloaded, and
-            arguments and results that live there.
-        spill_bytes: Bytes per device that a step holds in files at once.
-        spill_written: Bytes per device that a step writes to files; in loops around the gradient
-            that is more.
-        overlap: What the compiled schedule hides of the transfers, by the target's rates.
-        floor: Least peak that recompute reaches, bytes; that of the plain step where the plain step
-            fits.
-        ceiling: Peak of the plain step, bytes.
-        estimates: Which of ``floor`` and ``ceiling`` are predictions, since finding the plan took
-            no compile of theirs. The floor in a ``BudgetError`` is always compiled.
-        overhead: Predicted seconds that recompute, and transfers as far as the compiled schedule
-            exposes them, add to a step. None where recompute is predicted to take less than keeping
-            everything, as in loops on GPUs: no plan claims to be quicker than the plain step.
-        step_seconds: Predicted seconds of the plain step.
-        result: How the search ended, and what to do about it.
-        compiles: Programs compiled to find the plan (those known from the disk cache included).
-        target: Name of the target.
-        donate_argnums: Arguments whose buffers the results may take, as compiled: by number, or by
-            name where they have no number.
-        static: Arguments that are constants of the program, by number or name.
-        arguments: Path, dtype, shape and sharding of each array among the others.
-        fingerprint: Digest of the plain program the plan was made for.
-        versions: Of ``jdelta``, ``jax`` and ``jaxlib`` that made the plan.
-        spill: Where spilled values go; None if there is no such place.
-        spill_rates: Bytes per second written and read there when the plan was made.
-        aliases: From regions' names while tracing to their names here.
-        grouping: How the planned loops over layers are run. With several layers in an iteration
-            these have decisions of their own (every second, every third...), or are under one
-            more checkpoint (``nested``).
-        undone: Names of residuals that the compiled program keeps though the plan recomputes them,
-            or computes again though the plan keeps them; found by the marks that named values have
-            in its text.
-        updates_moved: Bytes by which the compiled peak is lower because weight updates run inside
-            the backward loops; 0 where they stay where they are.
+        question: What was asked: budget, target, solver, pins, bounds on other memories.
+        program: Which program was planned.
+        answer: What is done with each residual: policy, grouping of loops.
+        figures: What the step takes so: peaks, bytes elsewhere, seconds.
+        search: How the answer was found: floor, ceiling, how it ended.
     """
 
     _step: Jitted | None = field(default=None, repr=False, compare=False)
     _call: Call | None = field(default=None, repr=False, compare=False)
     _compiled: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def policy(self) -> Policy | None:
+        """The decisions as a policy; None when the plain step fits the budget."""
+        return self.answer.policy
+
+    @property
+    def residuals(self) -> tuple[Residual, ...]:
+        """The step's residuals, in the order of the forward pass."""
+        return self.answer.residuals
+
+    @property
+    def aliases(self) -> tuple[tuple[str, str], ...]:
+        """From regions' names while tracing to their names here."""
+        return self.answer.aliases
+
+    @property
+    def grouping(self) -> Grouping:
+        """How the planned loops over layers are run.
+
+        With several layers in an iteration these have decisions of their own (every second, every
+        third...), or are under one more checkpoint (``nested``).
+        """
+        return self.answer.grouping
+
+    @property
+    def updates_moved(self) -> int:
+        """Bytes by which the compiled peak is lower for weight updates inside the backward loops.
+
+        0 where the updates stay where they are.
+        """
+        return self.answer.updates_moved
+
+    @property
+    def budget(self) -> int:
+        """Bound on the peak per device of the whole compiled step, bytes."""
+        return self.question.budget
+
+    @property
+    def target(self) -> str:
+        """Name of the target."""
+        return self.question.target
+
+    @property
+    def donate_argnums(self) -> Arguments:
+        """Arguments whose buffers the results may take, as compiled.
+
+        By number, or by name where they have no number.
+        """
+        return self.question.donate_argnums
+
+    @property
+    def static(self) -> Arguments:
+        """Arguments that are constants of the program, by number or name."""
+        return self.question.static
+
+    @property
+    def spill(self) -> Spill | None:
+        """Where spilled values go; None if there is no such place."""
+        return self.question.spill
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the plain program the plan was made for."""
+        return self.program.fingerprint
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Path, dtype, shape and sharding of each array among the arguments."""
+        return self.program.arguments
+
+    @property
+    def versions(self) -> tuple[tuple[str, str], ...]:
+        """Of ``jdelta``, ``jax`` and ``jaxlib`` that made the plan."""
+        return self.program.versions
+
+    @property
+    def predicted_peak(self) -> int:
+        """Peak predicted before this plan was compiled, bytes per device."""
+        return self.figures.predicted_peak
+
+    @property
+    def compiled_peak(self) -> int:
+        """Peak of the compiled program, bytes per device, as the target's compiler gives it.
+
+        Arguments, results and temporaries, less aliasing; on a CPU with it what is in memory on its
+        way to files.
+        """
+        return self.figures.compiled_peak
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the compiled program itself, as its compiler gives them.
+
+        A TPU has them in device memory too, beside ``compiled_peak``. (Its compiler writes shorter
+        code where memory is short.)
+        """
+        return self.figures.code_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in pinned host memory in the compiled program.
+
+        What is offloaded, and arguments and results that live there.
+        """
+        return self.figures.host_bytes
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes per device that a step holds in files at once."""
+        return self.figures.spill_bytes
+
+    @property
+    def spill_written(self) -> int:
+        """Bytes per device that a step writes to files.
+
+        In loops around the gradient that is more than it holds at once.
+        """
+        return self.figures.spill_written
+
+    @property
+    def spill_rates(self) -> SpillRates | None:
+        """Bytes per second written and read in files when the plan was made."""
+        return self.figures.spill_rates
+
+    @property
+    def overlap(self) -> Overlap:
+        """What the compiled schedule hides of the transfers, by the target's rates."""
+        return self.figures.overlap
+
+    @property
+    def overhead(self) -> float:
+        """Predicted seconds that the plan adds to a step.
+
+        Those of recompute, and of transfers as far as the compiled schedule exposes them. Zero
+        where recompute is predicted to take less than keeping everything, as in loops on GPUs: no
+        plan claims to be quicker than the plain step.
+        """
+        return self.figures.overhead
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of the plain step."""
+        return self.figures.step_seconds
+
+    @property
+    def overhead_share(self) -> float:
+        """Predicted overhead as a part of the plain step."""
+        return self.figures.overhead_share
+
+    @property
+    def undone(self) -> tuple[str, ...]:
+        """Names of residuals with which the compiled program does otherwise.
+
+        It keeps them though the plan recomputes them, or computes them again though the plan keeps
+        them; found by the marks that named values have in its text.
+        """
+        return self.figures.undone
+
+    @property
+    def floor(self) -> int:
+        """Least peak that recompute reaches, bytes.
+
+        That of the plain step where the plain step fits.
+        """
+        return self.search.floor
+
+    @property
+    def ceiling(self) -> int:
+        """Peak of the plain step, bytes."""
+        return self.search.ceiling
+
+    @property
+    def estimates(self) -> tuple[str, ...]:
+        """Which of ``floor`` and ``ceiling`` are predictions.
+
+        Finding the plan took no compile of theirs. The floor in a ``BudgetError`` is always
+        compiled.
+        """
+        return self.search.estimates
+
+    @property
+    def result(self) -> str:
+        """How the search ended, and what to do about it."""
+        return self.search.result
+
+    @property
+    def compiles(self) -> int:
+        """Programs compiled to find the plan, those known from the disk cache included."""
+        return self.search.compiles
 
     def __call__(self, prim: Any, /, *avals: Any, **params: Any) -> Any:
         """What ``jax.checkpoint`` is to do with the results of an equation.

@@ -19,10 +19,10 @@ from jdelta._src.backends.target import Target, is_on_host, resolve
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, BudgetError
 from jdelta._src.estimate.seconds import program_seconds
-from jdelta._src.hlo.measure import Measurement
 from jdelta._src.passes.emit import Step
 from jdelta._src.passes.spill_record import check_handlers
 from jdelta._src.plan.call import Call, call_of, described
+from jdelta._src.plan.record import Answer, Figures, ProgramIdentity, Question, SearchRecord
 from jdelta._src.plan.user_step import OPTIONS, Jitted, check_kind, check_options, jitted
 from jdelta._src.regions.region import Grouping
 from jdelta._src.regions.trace import Trace, own_errors_only, trace
@@ -36,7 +36,7 @@ from jdelta._src.search.gate import Limits, verify
 from jdelta._src.search.groupings import Planning
 from jdelta._src.search.history import History
 from jdelta._src.sizes import format_bytes, format_some, parse_budget, parse_host_budget
-from jdelta._src.solver import Knapsack, Milp, Solver
+from jdelta._src.solver import DEFAULT_SOLVER, SOLVERS, Solver, solver_name
 from jdelta._src.solver.solution import Outcome
 from jdelta._src.spill import Spill, SpillRates, Store, agreed_rates
 from jdelta._src.versions import versions
@@ -55,7 +55,6 @@ NEXT_IS_TOO_LARGE = "What is left of the budget is less than what comes next"
 Pins: TypeAlias = Mapping[str, Decision | str] | Callable[..., Any]
 
 _NO_PINS: Pins = MappingProxyType({})
-_SOLVERS: Mapping[str, Solver] = {"knapsack": Knapsack(), "milp": Milp()}
 
 _KINDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "target": ("a name such as 'cuda:h100'", (str, NoneType)),
@@ -84,7 +83,7 @@ def plan(
     static_argnames: str | Sequence[str] | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
-    solver: str | Solver = "knapsack",
+    solver: str | Solver = DEFAULT_SOLVER,
     host_budget: int | str | None = None,
     pin: Pins = _NO_PINS,
     per_layer: bool = True,
@@ -106,7 +105,7 @@ def plan(
     static_argnames: str | Sequence[str] | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
-    solver: str | Solver = "knapsack",
+    solver: str | Solver = DEFAULT_SOLVER,
     host_budget: int | str | None = None,
     pin: Pins = _NO_PINS,
     per_layer: bool = True,
@@ -126,7 +125,7 @@ def plan(
     static_argnames: str | Sequence[str] | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
-    solver: str | Solver = "knapsack",
+    solver: str | Solver = DEFAULT_SOLVER,
     host_budget: int | str | None = None,
     pin: Pins = _NO_PINS,
     per_layer: bool = True,
@@ -351,43 +350,62 @@ def _plan(
     own = search.own_recompute()
     room = math.inf if spill is None or spill.limit_bytes is None else spill.limit_bytes
     verify(best, search.items.residuals, Limits(result.budget, host_room, room))
-    measurement: Measurement | None = best.measurement
-    assert measurement is not None
+    measurement = best.measurement
     return Plan(
-        policy=best.emission.policy,
-        residuals=search.items.residuals,
-        budget=result.budget,
-        predicted_peak=best.predicted,
-        compiled_peak=best.peak,
-        code_bytes=measurement.code,
-        host_bytes=measurement.all_host,
-        spill_bytes=best.emission.spilled.bytes,
-        spill_written=best.emission.spilled.written,
-        overlap=measurement.overlap,
-        floor=result.floor,
-        ceiling=result.ceiling,
-        estimates=result.estimates,
-        overhead=max(0.0, best.overhead - own) if best.decisions else 0.0,
-        step_seconds=program_seconds(found.graph, where.rates, where.platform) + own,
-        result=_result(result, search.items),
-        compiles=result.compiles,
-        target=where.name,
-        donate_argnums=asked.donate,
-        static=asked.static,
-        arguments=described(call),
-        fingerprint=found.fingerprint,
-        versions=versions(),
-        spill=spill,
-        spill_rates=rates,
-        aliases=tuple(found.aliases.items()),
-        grouping=found.grouping,
-        undone=measurement.undone,
-        updates_moved=chosen.saved,
+        question=Question(
+            budget=result.budget,
+            target=where.name,
+            donate_argnums=asked.donate,
+            static=asked.static,
+            solver=solver_name(solver),
+            pins=_decided(search.items.pins.decisions),
+            host_budget=None if math.isinf(host_room) else int(host_room),
+            per_layer=bool(per_layer),
+            spill=spill,
+            reorder=bool(reorder),
+        ),
+        program=ProgramIdentity(
+            fingerprint=found.fingerprint, arguments=described(call), versions=versions()
+        ),
+        answer=Answer(
+            policy=best.emission.policy,
+            residuals=search.items.residuals,
+            pinned=_decided(search.items.pinned),
+            aliases=tuple(found.aliases.items()),
+            grouping=found.grouping,
+            updates_moved=chosen.saved,
+        ),
+        figures=Figures(
+            predicted_peak=best.predicted,
+            compiled_peak=best.peak,
+            code_bytes=measurement.code,
+            host_bytes=measurement.all_host,
+            spill_bytes=best.emission.spilled.bytes,
+            spill_written=best.emission.spilled.written,
+            spill_rates=rates,
+            overlap=measurement.overlap,
+            overhead=max(0.0, best.overhead - own) if best.decisions else 0.0,
+            step_seconds=program_seconds(found.graph, where.rates, where.platform) + own,
+            undone=measurement.undone,
+        ),
+        search=SearchRecord(
+            floor=result.floor,
+            ceiling=result.ceiling,
+            estimates=result.estimates,
+            result=_result(result, search.items),
+            compiles=result.compiles,
+        ),
         _step=asked,
         _call=call,
         _compiled=best.compiled,
         _store=store,
+        _solver=solver,
     )
+
+
+def _decided(by_name: Mapping[str, Decision | str]) -> tuple[tuple[str, Decision], ...]:
+    """Decisions by name as a record has them: ``(("h/mlp/*", Decision.SAVE),)``."""
+    return tuple((name, Decision(decision)) for name, decision in by_name.items())
 
 
 def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillRates | None]:
@@ -431,6 +449,6 @@ def _pattern(given: Any) -> str:
 def _solver(solver: str | Solver) -> Solver:
     if isinstance(solver, Solver):
         return solver
-    if solver not in _SOLVERS:
-        raise ArgumentError(f"solver must be one of {sorted(_SOLVERS)} or a Solver; got {solver!r}")
-    return _SOLVERS[solver]
+    if solver not in SOLVERS:
+        raise ArgumentError(f"solver must be one of {sorted(SOLVERS)} or a Solver; got {solver!r}")
+    return SOLVERS[solver]

@@ -111,10 +111,10 @@ def _offload_options(memory: int, needed: int, outside_loops: bool, least: bool)
     """Transfers are scheduled to hide behind compute, and nothing is captured in a CUDA graph.
 
     XLA runs transfers beside compute by itself on an H100, but not on an A100. There each would end
-    where it starts (``benchmarks/offload.py``: nothing hidden, else 64 to 100 %). What it captures
-    in a CUDA graph runs one after the other, whatever the schedule says (openxla/xla pull requests
-    48900 and 49158), so nothing is captured (``benchmarks/turns.py``, in a loop on an H200: with
-    graphs 5 % of the transfers hidden, without 67 %).
+    where it starts (``benchmarks/compilers/offload.py``: nothing hidden, else 64 to 100 %). What it
+    captures in a CUDA graph runs one after the other, whatever the schedule says (openxla/xla pull
+    requests 48900 and 49158), so nothing is captured (``benchmarks/device/turns.py``, in a loop on
+    an H200: with graphs 5 % of the transfers hidden, without 67 %).
     """
     del memory, needed, outside_loops, least
     return {
@@ -126,7 +126,7 @@ def _offload_options(memory: int, needed: int, outside_loops: bool, least: bool)
 CUDA = Backend(
     platform="cuda",
     layout=Layout(tiles=MappingProxyType({}), narrows=False),
-    fusion=Fusion(  # benchmarks/xla/storage.py and kernels.py, but where another is named
+    fusion=Fusion(  # benchmarks/compilers/storage.py, accuracy/peaks.py; else it is named
         products_compute_inputs=False,
         gathers_compute_inputs=True,
         products_run_sums=False,
@@ -137,7 +137,7 @@ CUDA = Backend(
         shares_what_is_heavy=True,
         scatters_rows=False,
         masks_groups=True,
-        # 79 instructions, as a GPU rotates in one (benchmarks/xla/random_bits.py).
+        # 79 instructions, as a GPU rotates in one (benchmarks/compilers/cycles.py).
         threefry_operations=80.0,
         split=SplitProducts(alignment=16, tile=128, tiles=128),
     ),
@@ -152,7 +152,7 @@ CUDA = Backend(
         are_timed=True,
         # Left alone, it puts off the gradients of all layers in some plans of an unrolled GPT-2,
         # and those of the head over the whole backward loop: 10 % of their temporaries
-        # (benchmarks/xla/gradients.py).
+        # (benchmarks/compilers/recompute.py).
         are_tied=True,
         slack=1.5,  # roofline seconds are not that exact
         counts_instructions=True,

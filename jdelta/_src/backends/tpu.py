@@ -78,12 +78,13 @@ def _all_there_is(physical: int | None) -> int | None:
 TPU = Backend(
     platform="tpu",
     layout=Layout(
-        # Words: 8 rows; half-words and bytes are packed, so 16 and 32 (benchmarks/xla/storage.py).
+        # Words: 8 rows; half-words and bytes are packed, so 16 and 32
+        # (benchmarks/compilers/storage.py).
         tiles=MappingProxyType({1: (32, 128), 2: (16, 128), 4: (8, 128), 8: (8, 128)}),
-        # Matrix products take bfloat16 at default precision (benchmarks/xla/storage.py).
+        # Matrix products take bfloat16 at default precision (benchmarks/compilers/storage.py).
         narrows=True,
     ),
-    fusion=Fusion(  # benchmarks/xla/storage.py and kernels.py, but where another is named
+    fusion=Fusion(  # benchmarks/compilers/storage.py, accuracy/peaks.py; else it is named
         products_compute_inputs=True,
         gathers_compute_inputs=False,
         products_run_sums=True,
@@ -94,8 +95,8 @@ TPU = Backend(
         shares_what_is_heavy=False,
         scatters_rows=True,
         masks_groups=False,
-        # By benchmarks/xla/random_bits.py threefry takes 126 to 148 instructions by itself; to
-        # spare it in a GPT-2 is worth 100, by benchmarks/pins.py.
+        # By benchmarks/compilers/cycles.py threefry takes 126 to 148 instructions by itself; to
+        # spare it in a GPT-2 is worth 100, by benchmarks/accuracy/prices.py.
         threefry_operations=100.0,
         split=None,
     ),
@@ -121,7 +122,7 @@ TPU = Backend(
         plain_region_inputs=False,
         # A mask is fused into the product beside it, and every constant that its bits are made with
         # is written as large as the mask: two layers of GPT-2 in bfloat16 took 13 GiB instead of 3
-        # (benchmarks/xla/dropout.py).
+        # (benchmarks/compilers/recompute.py).
         written_bits=True,
     ),
     offload_options=_offload_options,

@@ -108,9 +108,11 @@ def _plan(options: Options) -> Answer:
 
 def figures(made: Plan) -> dict[str, Any]:
     """A plan's figures and decisions, for programs."""
+    records = (made.question, made.program, made.answer, made.figures, made.search)
     numbers = {
-        f.name: getattr(made, f.name)
-        for f in dataclasses.fields(made)
+        f.name: getattr(record, f.name)
+        for record in records
+        for f in dataclasses.fields(record)
         if str(f.type) in ("int", "float", "str")
     }
     return {**numbers, "decisions": {name: d.value for name, d in made.decisions.items()}}

@@ -117,7 +117,7 @@ class Compiler:
     def bits_work(self, *, rbg: bool) -> float:
         """Operations on integers that an element of random bits takes.
 
-        XLA's own generator takes about half as long as threefry, by `benchmarks.xla.random_bits`.
+        XLA's own generator takes about half as long as threefry, by `benchmarks.compilers.cycles`.
 
         Args:
             rbg: Whether that generator makes them.

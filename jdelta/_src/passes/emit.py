@@ -115,9 +115,10 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     traced = _traced(step.jitted(_under(step, policy) if policy else step.fun), step, policy)
     names = frozenset(map(str, filter(None, map(_jax.named_value, _jax.equations(traced.jaxpr)))))
     program, context = Program(traced.jaxpr), _context(step, policy)
+    as_traced = program
     for rewrite in passes_of(step, policy):
         program = rewrite(program, context)
-    if program.jaxpr is not traced.jaxpr:
+    if program is not as_traced:
         traced = _again(step, traced, program)
     graph = graph_of(traced.jaxpr, context.shardings(traced.jaxpr))
     computed = _computed(graph, policy, names) if policy is not None else NOTHING
@@ -238,8 +239,7 @@ def _again(step: Step, traced: jax.stages.Traced, program: Program) -> jax.stage
 
     @functools.wraps(step.fun)
     def planned(*args: Any) -> Any:
-        leaves = _jax.evaluate(program.jaxpr, *jax.tree.leaves(args))
-        return jax.tree.unflatten(results, leaves)
+        return jax.tree.unflatten(results, program.evaluate(*jax.tree.leaves(args)))
 
     return step.jitted(planned).trace(*step.args)
 

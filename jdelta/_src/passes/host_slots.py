@@ -1,17 +1,18 @@
 """Host memory for values that units outside of loops offload: slots of a few large arrays.
 
 On a TPU a copy to the host and back is undone or left exposed, however it is tied with barriers
-(``benchmarks/xla/transfers.py``). Loops do better, because what they offload are slices of one host
-array, written and read at an index that is computed. Here values outside of loops get the same:
-those of one shape share a host array, each is written to its slot, and is read from it at an index
-that depends on a value of the backward pass. The read cannot come before that value, which no pass
-of the compiler can take back.
+(``benchmarks/compilers/transfers.py``). Loops do better, because what they offload are slices of
+one host array, written and read at an index that is computed. Here values outside of loops get the
+same: those of one shape share a host array, each is written to its slot, and is read from it at an
+index that depends on a value of the backward pass. The read cannot come before that value, which no
+pass of the compiler can take back.
 
 A TPU's scheduler gives a copy the compute that it takes to be enough, and no more. So what can hide
 at all goes to several slots: each part then has an instruction to hide behind that is often longer
-than the part needs (``benchmarks/offload.py`` has what this hides). And it ends a fetch as soon as
-anything can be done with it, however little: one that another waits for is exposed where it starts
-(all but the last of a GPT-2's on a v5p). So they take turns only where memory counts for more.
+than the part needs (``benchmarks/compilers/offload.py`` has what this hides). And it ends a fetch
+as soon as anything can be done with it, however little: one that another waits for is exposed where
+it starts (all but the last of a GPT-2's on a v5p). So they take turns only where memory counts for
+more.
 """
 
 from __future__ import annotations

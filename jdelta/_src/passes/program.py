@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jdelta._src import _jax
@@ -21,24 +22,37 @@ class Program:
     """A staged step under a policy, as far as passes have rewritten it.
 
     Attributes:
-        jaxpr: The program, closed.
-        spilled: What it writes to files.
+        staged: The step as a closed jaxpr.
+        run: Computes the step's flat results from its flat arguments in another way than
+            ``staged``; None where no pass asks for that.
+        spilled: What the step writes to files, complete once ``run`` was traced.
     """
 
-    jaxpr: Jaxpr
+    staged: Jaxpr
+    run: Callable[..., Sequence[Any]] | None = None
     spilled: Emitted = field(default_factory=Emitted)
 
+    @functools.cached_property
+    def jaxpr(self) -> Jaxpr:
+        """The program, closed. ``run`` is traced only for a pass that looks at what it made."""
+        return self.staged if self.run is None else _jax.retraced(self.staged, self.run)
+
+    @functools.cached_property
     def flat(self) -> Jaxpr:
-        """Its jaxpr with calls inlined, backward regions left as ``remat`` equations."""
+        """The program with calls inlined, backward regions left as ``remat`` equations."""
         return _jax.inline(self.jaxpr)
+
+    def evaluate(self, *args: Any) -> Sequence[Any]:
+        """The flat results of the step."""
+        return self.run(*args) if self.run else _jax.evaluate(self.staged, *args)
 
     def rewritten(self, jaxpr: Jaxpr) -> Program:
         """The same step as another program."""
-        return replace(self, jaxpr=jaxpr)
+        return Program(jaxpr, spilled=self.spilled)
 
     def evaluated(self, run: Callable[..., Sequence[Any]]) -> Program:
         """The same step as a function computes it: ``run`` takes and gives flat values."""
-        return self.rewritten(_jax.retraced(self.jaxpr, run))
+        return Program(self.jaxpr, run, self.spilled)
 
 
 def _nothing_is_spilled(_: RegionName) -> bool:

@@ -25,7 +25,7 @@ def with_forward_first(program: Program, _: Context) -> Program:
 
     Loops around forward and backward pass are rewritten inside.
     """
-    flat = program.flat()
+    flat = program.flat
     changed = _with_forward_first(flat)
     return program if changed is flat else program.rewritten(changed)
 

@@ -31,7 +31,7 @@ _WIDE = {"exponent_bits": 8, "mantissa_bits": 23}
 
 def without_harmful_rounding(program: Program, context: Context) -> Program:
     """The program without the rounding of narrow numbers and, on CPUs, of region inputs."""
-    flat = program.flat()
+    flat = program.flat
     plain = _with_plain_inputs(flat) if context.backend.passes.plain_region_inputs else flat
     changed = (
         _with_narrow_plain(plain) if any(map(_rounds_narrow, _jax.equations(plain))) else plain

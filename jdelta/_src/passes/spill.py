@@ -216,12 +216,12 @@ class _Run:
         body, fetched = transfers.with_fetched_inputs(body)
         given = [x for x in inputs if not isinstance(x, _Away) and _is_float(x)]
         after = given[-1] if given else None  # cotangents come last
-        there = [
-            self._read(x, back, after) if is_fetched and isinstance(x, _Away) else x
-            for x, is_fetched in zip(inputs, fetched, strict=True)
-        ]
-        hidden = [_hidden(x, after) for x in there]
-        return self.program(body, hidden)
+        own: list[Any] = []
+        for x, is_fetched in zip(inputs, fetched, strict=True):
+            if is_fetched:
+                x = self._read(x, back, after) if isinstance(x, _Away) else _fetched(x, after)
+            own.append(_hidden(x, after))
+        return self.program(body, own)
 
     def _loop(self, eqn: Eqn, inputs: Sequence[Any], back: dict[int, Any]) -> list[Any]:
         """A loop: it takes and makes stacks of tokens."""
@@ -323,10 +323,17 @@ def _hidden(x: Any, after: Any) -> Any:
     """
     if isinstance(x, _Away) or x is after or not _may_wait(x, after):
         return x
+    if _jax.on_host(jax.typeof(x)):  # no backend without barriers has a host memory
+        return lax.optimization_barrier((x, after))[0]
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         bits = _hidden(jax.random.key_data(x), after)
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
     return lax.select(zero_of(after) == 0, x, jnp.zeros_like(x))
+
+
+def _fetched(x: Any, after: Any) -> Any:
+    """An offloaded value, copied to the device once another one is there."""
+    return jax.device_put(_hidden(x, after), jax.memory.Space.Device)
 
 
 def _after(token: Any, after: Any) -> Any:

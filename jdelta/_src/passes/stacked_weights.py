@@ -35,7 +35,7 @@ Reader = Callable[[Any], Any]
 
 def with_rows_read_in_turn(program: Program, _: Context) -> Program:
     """The program with the rows of its loops read as said above."""
-    flat = program.flat()
+    flat = program.flat
 
     def run(*args: Any) -> list[Any]:
         return list(map(_whole, _jax.interpret(flat, args, _run)))

@@ -20,7 +20,7 @@ is evaluated once more, and is the same program but for its timing:
 
 When each of them happens, ``transfer_timing.py`` and ``program_timing.py`` say; how, where barriers
 hold, ``transfer_barriers.py``. Which compiler needs which of these was measured:
-``benchmarks/xla/transfers.py``.
+``benchmarks/compilers/transfers.py``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def timed(program: Program, context: Context) -> Program:
     """The program with its transfers timed, if its compiler would choose the wrong time."""
     if not _is_timed(program.jaxpr, context):
         return program
-    return program.evaluated(_timed(program.flat(), context))
+    return program.evaluated(_timed(program.flat, context))
 
 
 def _is_timed(jaxpr: Jaxpr, context: Context) -> bool:

@@ -20,7 +20,8 @@ MOST_AHEAD = 3
 IN_TURN = 2.0
 """How many times the backward units' compute fetches take, on the link, where they wait for each
 other, for less memory. GPT-2's queries, keys and values, unrolled on a v5p, are at 1.4: 25 % is
-hidden without waiting, 15 % with it. The stack of ``benchmarks/offload.py`` is above 4."""
+hidden without waiting, 15 % with it. The stack of ``benchmarks/compilers/offload.py`` is above
+4."""
 
 
 @dataclass(frozen=True)

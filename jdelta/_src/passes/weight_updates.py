@@ -32,7 +32,7 @@ _ROW_BY_ROW = (CHEAP | EXPENSIVE | {"copy", "name", "stop_gradient", "reduce_pre
 
 def with_updates_in_loops(program: Program, context: Context) -> Program:
     """The program with its weight updates inside its backward loops, where they can be moved."""
-    flat = program.flat()
+    flat = program.flat
     inner = _jax.open_jaxpr(flat)
     if inner.effects:
         return program

@@ -1,26 +1,28 @@
-"""Plans as files: versioned JSON, no pickle. ``plan.schema.json`` beside this file describes it."""
+"""Plans as files: versioned JSON, no pickle. ``plan.schema.json`` beside this file describes it.
+
+A record is an object of its public fields, a tuple or a set is a list, a decision is its value. The
+types of the fields say how they are read.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
 import json
 import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jdelta._src.errors import PlanMismatchError, SpillError
-from jdelta._src.hlo.overlap import Overlap
-from jdelta._src.regions.policy import Policy
-from jdelta._src.regions.region import Grouping
-from jdelta._src.residuals.residual import Residual
-from jdelta._src.spill import Spill, SpillRates
 from jdelta._src.versions import __version__
 
-VERSION = 13
+VERSION = 14
 """Of the form of the files; any other is refused."""
 
-_SCALARS = {"int": int, "float": (int, float), "str": str}
-_RECORDS = {"grouping": Grouping, "spill": Spill, "spill_rates": SpillRates}
 P = TypeVar("P")
 
 
@@ -30,24 +32,15 @@ def save(plan: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         SpillError: It spills to an adapter that is an object.
     """
-    if plan.spill is not None and not isinstance(plan.spill.adapter, str):
+    spill = plan.question.spill
+    if spill is not None and not isinstance(spill.adapter, str):
         raise SpillError(
-            f"The plan spills by {plan.spill.adapter!r}, an object, which no file can hold: plans "
+            f"The plan spills by {spill.adapter!r}, an object, which no file can hold: plans "
             "to be saved name their adapter, as in jdelta.Spill(path, adapter='disk')."
         )
-    record: dict[str, Any] = {"jdelta_plan": VERSION}
-    for field in _fields(plan):
-        value = getattr(plan, field.name)
-        if field.name == "residuals":
-            value = [dataclasses.asdict(residual) for residual in value]
-        elif field.name == "versions":
-            value = dict(value)
-        elif isinstance(value, (Overlap, Grouping, Spill, SpillRates)):
-            value = dataclasses.asdict(value)
-        elif isinstance(value, Policy):
-            value = _policy_record(value)
-        record[field.name] = value
-    Path(path).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    record = {"jdelta_plan": VERSION, **_written(plan)}
+    text = json.dumps(record, indent=1, default=_written)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def load(path: str | os.PathLike[str], cls: type[P]) -> P:
@@ -60,59 +53,99 @@ def load(path: str | os.PathLike[str], cls: type[P]) -> P:
         record: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise PlanMismatchError(f"{path} is damaged or no plan: {error}. Plan again.") from error
-    version = record.get("jdelta_plan") if isinstance(record, dict) else None
+    version = record.pop("jdelta_plan", None) if isinstance(record, dict) else None
     if version != VERSION:
         raise PlanMismatchError(
             f"{path}: expected a jdelta plan of version {VERSION}, got version {version!r}. "
             f"Plan again with this version of jdelta ({__version__})."
         )
     try:
-        return cls(**{f.name: _read(f, record[f.name]) for f in _fields(cls)})
-    except (KeyError, TypeError, AttributeError, ValueError, SpillError) as error:
+        return _read(cls, record, "")
+    except (TypeError, ValueError, SpillError) as error:
         raise PlanMismatchError(
             f"{path}: the plan is damaged at {error}. Plan again and save it anew."
         ) from error
 
 
-def _fields(plan: Any) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(plan) if not f.name.startswith("_")]
+def _written(value: Any) -> Any:
+    """What JSON has no form for, in one that it has."""
+    if dataclasses.is_dataclass(value):
+        return {name: getattr(value, name) for name in _fields(type(value))}
+    return value.value if isinstance(value, enum.Enum) else sorted(value)
 
 
-def _policy_record(policy: Policy) -> dict[str, Any]:
-    return {
-        "saved": sorted(policy.saved),
-        "offloaded": sorted(policy.offloaded),
-        "spilled": sorted(policy.spilled),
-        "recomputed": sorted(policy.recomputed),
-        "regions": policy.regions,
-        "writes_bits": policy.writes_bits,
-        "least": policy.least,
-        "partly": sorted(policy.partly),
-        "together": sorted(policy.together),
-    }
+@functools.cache
+def _fields(record: Any) -> Mapping[str, Any]:
+    """From the public fields of a record's class to their types: ``{"floor": int}``."""
+    types_of = typing.get_type_hints(record)
+    names = [f.name for f in dataclasses.fields(record) if not f.name.startswith("_")]
+    return {name: types_of[name] for name in names}
 
 
-def _read(field: dataclasses.Field[Any], value: Any) -> Any:
-    if field.name == "residuals":
-        return tuple(Residual(**{k: _tuples(v) for k, v in row.items()}) for row in value)
-    if field.name == "versions":
-        return tuple(value.items())
-    if field.name == "overlap":
-        return Overlap.of_record(value)
-    if field.name in _RECORDS and value is not None:
-        return _RECORDS[field.name](**value)
-    if field.name == "policy" and value is not None:
-        sets = ("saved", "offloaded", "spilled", "recomputed", "partly", "together")
-        names = {k: frozenset[str](value[k]) for k in sets}
-        written, least = bool(value["writes_bits"]), bool(value["least"])
-        regions = _tuples(value["regions"])
-        return Policy(**names, regions=regions, writes_bits=written, least=least)
-    expected = _SCALARS.get(str(field.type))
-    if expected and not isinstance(value, expected):
-        raise ValueError(f"{field.name}: expected {field.type}, got {value!r}")
-    return _tuples(value)
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """A value of a type, from its form in JSON.
+
+    Args:
+        kind: The type.
+        value: The form.
+        where: What it is in the file, for messages: ``"question.budget"``.
+
+    Raises:
+        ValueError: It has another form.
+        SpillError: It is no place to spill to.
+    """
+    if dataclasses.is_dataclass(kind):
+        return _read_record(kind, value, where)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return _read_one_of(typing.get_args(kind), value, where)
+    collection = typing.get_origin(kind) or kind
+    if issubclass(collection, (tuple, frozenset)):
+        return _read_items(kind, value, where)
+    if issubclass(kind, enum.Enum) and value in [member.value for member in kind]:
+        return kind(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{where}: expected {kind.__name__}, got {value!r}")
+    return value
 
 
-def _tuples(value: Any) -> Any:
-    """JSON's lists as the tuples they were."""
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+def _read_record(record: Any, value: Any, where: str) -> Any:
+    fields = _fields(record)
+    if not isinstance(value, dict) or value.keys() != fields.keys():
+        raise ValueError(f"{where or 'the plan'}: expected the fields {', '.join(fields)}")
+    given: dict[str, Any] = value
+    prefix = f"{where}." if where else ""
+    return record(**{name: _read(fields[name], v, prefix + name) for name, v in given.items()})
+
+
+def _read_items(kind: Any, value: Any, where: str) -> Any:
+    """A tuple or a set."""
+    items: list[Any] = value if isinstance(value, list) else []
+    kinds = _kinds_of_items(kind, len(items))
+    if items != value or len(kinds) != len(items):
+        raise ValueError(f"{where}: expected a list of {len(kinds) or 'items'}, got {value!r}")
+    read = [
+        _read(inner, item, f"{where}[{place}]")
+        for place, (inner, item) in enumerate(zip(kinds, items, strict=True))
+    ]
+    return kind._make(read) if hasattr(kind, "_make") else typing.get_origin(kind)(read)
+
+
+def _kinds_of_items(kind: Any, count: int) -> Sequence[Any]:
+    """The types of so many items of a tuple or a set: ``[str, int]`` of ``tuple[str, int]``."""
+    if hasattr(kind, "_make"):  # a NamedTuple
+        return list(typing.get_type_hints(kind).values())
+    first, *others = typing.get_args(kind)
+    return [first] * count if others in ([], [...]) else [first, *others]
+
+
+def _read_one_of(kinds: Sequence[Any], value: Any, where: str) -> Any:
+    """A value of one of several types: of JSON's own, or of one other if it is not null."""
+    if type(value) in kinds:
+        return value
+    others = [kind for kind in kinds if kind is not types.NoneType]
+    if len(others) == 1:
+        return _read(others[0], value, where)
+    names = " or ".join(kind.__name__ for kind in others)
+    raise ValueError(f"{where}: expected {names}, got {value!r}")

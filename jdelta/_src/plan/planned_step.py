@@ -46,7 +46,7 @@ class PlannedStep:
         self._static = static
         self._compiled = ready
         self._drift: Drift | None = None
-        self._refs = tuple(": ref " in line for line in plan.arguments)
+        self._refs = tuple(": ref " in line for line in plan.program.arguments)
         functools.update_wrapper(self, step.fun, updated=())
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -87,9 +87,9 @@ class PlannedStep:
         Raises:
             SpillError: Something could not be written or read.
         """
-        if not self.plan.spill_written:
+        if not self.plan.figures.spill_written:
             return self._compiled(*args)
-        store, rates = self.plan.store, self.plan.spill_rates
+        store, rates = self.plan.store, self.plan.figures.spill_rates
         assert store is not None
         assert rates is not None
         begin = time.perf_counter()
@@ -142,8 +142,8 @@ def _check_arguments(plan: PlanRecord, call: Call) -> None:
             tracing them.
     """
     refuse_tracers(call)
-    placed = call.abstract(resolve_planned(plan.target, call.placed))
-    changed = difference(plan.arguments, described(placed))
+    placed = call.abstract(resolve_planned(plan.question.target, call.placed))
+    changed = difference(plan.program.arguments, described(placed))
     if changed:
         raise PlanMismatchError(
             "The plan was made for arguments of other shapes, dtypes or shardings: "
@@ -162,24 +162,26 @@ def recompiled(plan: PlanRecord, step_fn: Callable[..., Any], args: tuple[Any, .
     Raises:
         PlanMismatchError: The plan was made for other arguments, or for another program.
     """
-    call = call_of(replace(jitted(step_fn), static=plan.static), args, {})
+    call = call_of(replace(jitted(step_fn), static=plan.question.static), args, {})
     _check_arguments(plan, call)
-    _, measurement, peak = _compiled(plan, call, plan.donate_argnums)
+    _, measurement, peak = _compiled(plan, call, plan.question.donate_argnums)
     return dataclasses.replace(measurement, peak=peak)
 
 
 def compiled(plan: PlanRecord, call: Call, donate: Arguments) -> jax.stages.Compiled:
     """Compile a step under a plan and check it against the budget."""
-    if plan.spill_written:
-        check_handlers(resolve_planned(plan.target, call.placed))
+    if plan.figures.spill_written:
+        check_handlers(resolve_planned(plan.question.target, call.placed))
     program, _, peak = _compiled(plan, call, donate)
-    if program is None or peak > plan.budget:
-        others = other_versions(plan.versions)
-        then = f"donate_argnums={plan.donate_argnums}{f' and with {others}' if others else ''}"
+    if program is None or peak > plan.question.budget:
+        others = other_versions(plan.program.versions)
+        planned = plan.question.donate_argnums
+        then = f"donate_argnums={planned}{f' and with {others}' if others else ''}"
         raise BudgetError(
             f"Compiled with donate_argnums={donate} the step needs "
-            f"{format_bytes(peak)}, over the budget of {format_bytes(plan.budget)}. When it was "
-            f"planned, with {then}, it took {format_bytes(plan.compiled_peak)}. Plan it again."
+            f"{format_bytes(peak)}, over the budget of {format_bytes(plan.question.budget)}. When "
+            f"it was planned, with {then}, it took {format_bytes(plan.figures.compiled_peak)}. "
+            "Plan it again."
         )
     return program
 
@@ -189,9 +191,10 @@ def _compiled(
 ) -> tuple[jax.stages.Compiled | None, Measurement, int]:
     """The program, what the compiler says of it, and its peak with what spilling holds beside."""
     step, _ = step_of(plan, call, donate)
-    _LOG.info("compiling the step under its plan, %s planned", format_bytes(plan.compiled_peak))
+    peak = format_bytes(plan.figures.compiled_peak)
+    _LOG.info("compiling the step under its plan, %s planned", peak)
     with own_errors_only(step.fun, step.args, step.target.platform):
-        emission = emit(step, plan.policy)
+        emission = emit(step, plan.answer.policy)
         program, measurement = measure(
             emission.lower(),
             step.target,
@@ -200,7 +203,7 @@ def _compiled(
             executable=True,
         )
     if program:
-        check_spilled(plan.residuals, plan.decisions, emission.spilled, measurement.files)
+        check_spilled(plan.answer.residuals, plan.decisions, emission.spilled, measurement.files)
     return program, measurement, measurement.peak + emission.pool
 
 
@@ -210,28 +213,29 @@ def step_of(plan: PlanRecord, call: Call, donate: Arguments) -> tuple[Step, Trac
     Raises:
         PlanMismatchError: The plan was made for another program.
     """
-    target = resolve_planned(plan.target, call.placed)
+    target = resolve_planned(plan.question.target, call.placed)
     call = call.abstract(target)
-    found = trace(call.fun, *call.args, grouping=plan.grouping, platform=target.platform)
-    if found.fingerprint != plan.fingerprint:
+    answer = plan.answer
+    found = trace(call.fun, *call.args, grouping=answer.grouping, platform=target.platform)
+    if found.fingerprint != plan.program.fingerprint:
         raise PlanMismatchError(_other_program(plan, found))
-    aliases, donated = dict(plan.aliases), call.donated(donate)
-    how = found.automatic, plan.grouping, plan.store, plan.updates_moved > 0, found.outside
+    aliases, donated = dict(answer.aliases), call.donated(donate)
+    how = found.automatic, answer.grouping, plan.store, answer.updates_moved > 0, found.outside
     return Step(call.fun, call.args, donated, target, aliases, *how, call.out_shardings), found
 
 
 def _other_program(plan: PlanRecord, found: Trace) -> str:
     """What to say of a program that a plan was not made for."""
-    planned, here = {r.region for r in plan.residuals}, {r.name for r in found.regions}
+    planned, here = {r.region for r in plan.answer.residuals}, {r.name for r in found.regions}
     differences = [
         f"{what} {', '.join(sorted(names)[:5])}"
         for what, names in (("it lacks", planned - here), ("it has", here - planned))
         if names
     ]
-    others = other_versions(plan.versions)
+    others = other_versions(plan.program.versions)
     cause = f"the plan was made with {others}" if others else "jax and jaxlib are the same"
     return (
-        f"The plan was made for program {plan.fingerprint}, this is {found.fingerprint}, of equal "
-        f"arguments: {' and '.join(differences) or 'its units have the same names'}. The code, or "
-        f"a library that it uses, is another ({cause}). Plan this program."
+        f"The plan was made for program {plan.program.fingerprint}, this is {found.fingerprint}, "
+        f"of equal arguments: {' and '.join(differences) or 'its units have the same names'}. The "
+        f"code, or a library that it uses, is another ({cause}). Plan this program."
     )

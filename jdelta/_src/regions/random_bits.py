@@ -3,9 +3,9 @@
 Left alone, a TPU's compiler may fuse the making of a dropout mask into the matrix product beside
 it, and then writes out every constant that the bits are made with, as large as the mask: two layers
 of GPT-2 in bfloat16 took 13 GiB instead of 3, with ``jax.checkpoint`` by hand too. A barrier
-between the mask and its readers keeps the two apart. See ``benchmarks/xla/dropout.py``. Noise that
-a model is multiplied with, or that is added to it, is four times as large as a mask and is left to
-the compiler: written, it took three layers from 174 MiB to 222.
+between the mask and its readers keeps the two apart. See ``benchmarks/compilers/recompute.py``.
+Noise that a model is multiplied with, or that is added to it, is four times as large as a mask and
+is left to the compiler: written, it took three layers from 174 MiB to 222.
 """
 
 from __future__ import annotations

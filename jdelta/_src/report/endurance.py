@@ -52,12 +52,13 @@ def endurance(
         rated = parse_size(rated_writes).bytes
     except BudgetError:
         rated = None
-    seconds = plan.step_seconds + plan.overhead if step_seconds is None else step_seconds
+    predicted = plan.figures.step_seconds + plan.figures.overhead
+    seconds = predicted if step_seconds is None else step_seconds
     if rated is None or not seconds > 0:
         raise SpillError(
             "endurance: expected the bytes that the drive is rated for, such as '600TB', and "
             f"seconds above zero; got {rated_writes!r} and {seconds!r}"
         )
-    written = plan.spill_written * devices
+    written = plan.figures.spill_written * devices
     life = rated * seconds / written if written else float("inf")
     return Endurance(life, written / (seconds / 2))

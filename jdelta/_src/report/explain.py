@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -13,10 +14,11 @@ from jdelta._src.report.table import NO_ROWS, Row, rows
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.items import Items, items_of
 from jdelta._src.residuals.links import offload_refusal
-from jdelta._src.residuals.pins import NO_PINS, fitting
+from jdelta._src.residuals.pins import Pins, fitting
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.sizes import format_array, format_bytes, format_seconds, format_some
-from jdelta._src.solver import Knapsack
+from jdelta._src.solver import DEFAULT_SOLVER, SOLVERS
+from jdelta._src.solver.problem import Item
 
 _BISECTIONS = 12
 
@@ -28,6 +30,7 @@ class Explanation:
     Attributes:
         name: Its name; ``*`` stands for the number of alike regions.
         decision: What the plan does with it.
+        pinned: Whether that was decided by hand.
         shape: Shape of one instance.
         dtype: Its dtype.
         instances: How many there are at once, all alike regions together.
@@ -45,10 +48,13 @@ class Explanation:
             transfers nothing.
         turning: Device bytes for residuals at which the decision becomes another one, less those
             that the plan keeps now; None where no amount does that.
+        unknown_solver: The solver that was asked for, where a file holds only its ``repr``, so that
+            ``turning`` is what the default solver says; empty otherwise.
     """
 
     name: str
     decision: Decision
+    pinned: bool
     shape: tuple[int, ...]
     dtype: str
     instances: int
@@ -62,6 +68,7 @@ class Explanation:
     refusal: str
     hidden: float | None
     turning: int | None
+    unknown_solver: str = ""
 
     def __str__(self) -> str:
         """The explanation in sentences."""
@@ -69,7 +76,7 @@ class Explanation:
 
     def _lines(self) -> Iterator[str]:
         times = f" × {self.instances}" if self.instances > 1 else ""
-        yield f"{self.name}: {self.decision.value}"
+        yield f"{self.name}: {self.decision.value}{' (pinned)' if self.pinned else ''}"
         if self.line:
             yield f"  computed at {self.line}"
         array = format_array(self.dtype, self.shape)
@@ -81,6 +88,8 @@ class Explanation:
         yield f"  recompute: {format_seconds(self.recompute)}{after}"
         yield f"  offload: {self._offload()}"
         yield f"  {self._turning()}"
+        if self.unknown_solver and not self.pinned:
+            yield f"  So says {DEFAULT_SOLVER}: no file can hold the plan's {self.unknown_solver}."
 
     def _offload(self) -> str:
         if self.transfers is None:
@@ -90,6 +99,8 @@ class Explanation:
         return f"{out} out, {into} in{hidden}"
 
     def _turning(self) -> str:
+        if self.pinned:
+            return "No amount of memory for residuals changes this decision: it was pinned."
         if self.turning is None:
             return "No amount of memory for residuals changes this decision."
         way = "more" if self.turning > 0 else "less"
@@ -99,25 +110,33 @@ class Explanation:
 def explain(plan: PlanRecord, name: str) -> tuple[Explanation, ...]:
     """What is known of residuals, and why the plan does with them what it does.
 
+    The question is the one that was asked: by the same solver, with the same pins, and as much room
+    on the host and in files.
+
     Args:
         plan: The plan; one that was loaded will do, and no compiler is needed.
         name: The name of a residual, or a pattern such as ``"h/mlp/*"``, as ``pin`` takes it; names
             with ``*`` that the plan's table prints are such patterns.
 
     Returns:
-        One explanation for residuals that are alike, in the order of the plan's table.
+        One explanation for residuals that are alike: pinned ones first, then in the order of the
+        plan's table.
 
     Raises:
         PlanMismatchError: No residual has such a name.
         TargetError: The plan is for a device of the machine it was made on, not of this one.
     """
-    found = fitting(plan.residuals, name)
+    residuals, pinned = plan.answer.residuals, dict(plan.answer.pinned)
+    found = fitting(residuals, name)
     if not found:
-        known = ", ".join(r.label for r in plan.residuals[:8])
+        known = ", ".join(r.label for r in residuals[:8])
         there = f"It has {known}… (print it to see all)" if known else NO_ROWS
         raise PlanMismatchError(f"The plan has no residual called {name!r}. {there}")
-    where = _Explaining(plan, published(plan.target))
-    return tuple(map(where.row, rows(found, plan.decisions)))
+    where = _Explaining(plan, published(plan.question.target))
+    by_hand = [r for r in found if r.name in pinned]
+    others = [r for r in found if r.name not in pinned]
+    explained = rows(by_hand, plan.decisions) + rows(others, plan.decisions)
+    return tuple(map(where.row, explained))
 
 
 class _Explaining:
@@ -126,11 +145,18 @@ class _Explaining:
     def __init__(self, plan: PlanRecord, target: Target):
         self.plan = plan
         self.target = target
-        spill, rates = plan.spill, plan.spill_rates
-        files = to_files(spill, rates, plan.residuals, target) if spill and rates else None
-        self.items: Items = items_of(plan.residuals, target, float("inf"), NO_PINS, files)
+        self.residuals = plan.answer.residuals
+        question, rates = plan.question, plan.figures.spill_rates
+        spill, room = question.spill, question.host_budget
+        files = to_files(spill, rates, self.residuals, target) if spill and rates else None
+        host_room = math.inf if room is None else room
+        pins = Pins(dict(plan.answer.pinned))
+        if Decision.OFFLOAD in pins.decisions.values():  # jaxlib here may refuse what that one did
+            target = replace(target, offload_refusal=None)
+        self.items: Items = items_of(self.residuals, target, host_room, pins, files)
+        self.solver = plan.solver or SOLVERS[DEFAULT_SOLVER]
         self.decisions: Mapping[str, Decision] = plan.decisions
-        self.by_name = {r.name: r for r in plan.residuals}
+        self.by_name = {r.name: r for r in self.residuals}
         self.solved: dict[float, Mapping[str, Decision]] = {}
 
     def row(self, row: Row) -> Explanation:
@@ -140,10 +166,11 @@ class _Explaining:
         rates = self.target.rates
         moved = row.bytes * r.repeats
         seconds = moved / rates.device_to_host, moved / rates.host_to_device
-        overlap = self.plan.overlap
+        overlap = self.plan.figures.overlap
         return Explanation(
             name=row.name,
             decision=row.decision,
+            pinned=r.name in self.items.pinned,
             shape=r.shape,
             dtype=r.dtype,
             instances=r.count * row.regions,
@@ -157,6 +184,7 @@ class _Explaining:
             refusal=refusal,
             hidden=overlap.hidden if overlap.transfers else None,
             turning=self._turning(r),
+            unknown_solver="" if self.plan.solver else self.plan.question.solver,
         )
 
     def _chain(self, r: Residual) -> list[Residual]:
@@ -169,21 +197,21 @@ class _Explaining:
             if source.name not in found and dropped:
                 found[source.name] = source
                 todo += source.sources
-        return [source for source in self.plan.residuals if source.name in found]
+        return [source for source in self.residuals if source.name in found]
 
     def _lifespan(self, r: Residual) -> float:
         """Forward and backward work on what comes after it; a backward pass takes twice as long.
 
         Of an iteration of a loop it is the mean: half of them come later.
         """
-        order = [other.name for other in self.plan.residuals]
-        later = self.plan.residuals[order.index(r.name) + 1 :]
+        order = [other.name for other in self.residuals]
+        later = self.residuals[order.index(r.name) + 1 :]
         after = sum(o.seconds for o in later if o.region != r.region)
         return 3 * (after + sum(o.seconds for o in later if o.region == r.region) / 2)
 
-    def _kept(self) -> float:
-        items = self.items.problem.items
-        return sum(i.bytes for i in items if self.decisions[i.name] is Decision.SAVE)
+    def _free(self) -> list[Item]:
+        """What the solver decides about; an item that is pinned has one way only."""
+        return [i for i in self.items.problem.items if i.name not in self.items.pinned]
 
     def _turning(self, r: Residual) -> int | None:
         """By how much more (or less) memory for residuals the decision would be another one.
@@ -191,11 +219,13 @@ class _Explaining:
         Solvers are no monotone functions of the capacity, so this is where one step of many was
         found, not the first.
         """
-        is_item = any(item.name == r.name for item in self.items.problem.items)
-        if not is_item or not (r.needed or self.decisions[r.name] is not Decision.RECOMPUTE):
+        free = self._free()
+        is_free = any(item.name == r.name for item in free)
+        if not is_free or not (r.needed or self.decisions[r.name] is not Decision.RECOMPUTE):
             return None
-        saved, now = self.decisions[r.name] is Decision.SAVE, self._kept()
-        same, other = now, 0.0 if saved else sum(i.bytes for i in self.items.problem.items)
+        saved = self.decisions[r.name] is Decision.SAVE
+        now = sum(i.bytes for i in free if self.decisions[i.name] is Decision.SAVE)
+        same, other = now, 0.0 if saved else sum(i.bytes for i in free)
         if self._is_saved(r.name, other) == saved or self._is_saved(r.name, same) != saved:
             return None
         for _ in range(_BISECTIONS):
@@ -207,5 +237,5 @@ class _Explaining:
     def _is_saved(self, name: str, capacity: float) -> bool:
         if capacity not in self.solved:
             problem = replace(self.items.problem, capacity=capacity)
-            self.solved[capacity] = self.items.decisions(Knapsack().solve(problem).decisions)
+            self.solved[capacity] = self.items.decisions(self.solver.solve(problem).decisions)
         return self.solved[capacity][name] is Decision.SAVE

@@ -22,6 +22,15 @@ _MAXTEXT = (
 ).split()
 """Names that MaxText's ``remat_policy: custom`` has a setting for, beside its layers' input."""
 
+_MAXTEXT_RARE = (
+    "kv_proj query_wa_proj kv_wa_proj mla_q mla_kv attention_out indexer_cutoff_threshold "
+    "moe_mlpwi_0 moe_mlpwi_1 moe_mlpwo moe_x_sorted moe_routing_maps"
+).split()
+"""Further ones, which older versions refuse: written only where the model has such values.
+
+Both as in the package ``maxtext`` 0.2.5: ``RematAndOffload`` in its ``configs/types.py``.
+"""
+
 
 @dataclass(frozen=True)
 class _Names:
@@ -61,7 +70,7 @@ def export(plan: PlanRecord, form: str) -> str:
     """
     if form not in FORMS:
         raise ArgumentError(f"form must be one of {sorted(FORMS)}; got {form!r}")
-    if plan.spill_bytes:
+    if plan.figures.spill_bytes:
         raise PlanMismatchError(
             "The plan spills to files, which no policy of others can: plan without spill=."
         )
@@ -75,10 +84,11 @@ def export(plan: PlanRecord, form: str) -> str:
 
 
 def _names(plan: PlanRecord) -> _Names:
+    residuals, planned = plan.answer.residuals, plan.decisions
     decisions: dict[str, Decision] = {}
-    for r in plan.residuals:
+    for r in residuals:
         given = r.given if r.label == r.name else ""  # else given where no policy is asked
-        decision = plan.decisions[r.name]
+        decision = planned[r.name]
         if given and decisions.setdefault(given, decision) is not decision:
             raise PlanMismatchError(
                 f"The plan decides differently about values called {given!r}: "
@@ -87,10 +97,10 @@ def _names(plan: PlanRecord) -> _Names:
             )
     unnamed = [
         r
-        for r in plan.residuals
-        if not (r.given or r.boundary) and plan.decisions[r.name] is not Decision.RECOMPUTE
+        for r in residuals
+        if not (r.given or r.boundary) and planned[r.name] is not Decision.RECOMPUTE
     ]
-    entering = {plan.decisions[r.name] for r in plan.residuals if r.boundary} - {_RECOMPUTE}
+    entering = {planned[r.name] for r in residuals if r.boundary} - {_RECOMPUTE}
     return _Names(decisions, unnamed, min(entering, key=list(Decision).index, default=_SAVE))
 
 
@@ -122,15 +132,19 @@ def _jax(names: _Names) -> str:
 
 
 def _maxtext(names: _Names) -> str:
-    known = {*_MAXTEXT, "decoder_layer_input"}
+    known = {*_MAXTEXT, *_MAXTEXT_RARE, "decoder_layer_input"}
     other = [n for d in (_SAVE, _OFFLOAD) for n in names.of(d) if n not in known]
     if other:
         raise PlanMismatchError(
             f"MaxText has no setting for {', '.join(other)}; it knows {', '.join(sorted(known))}."
         )
     words = {_SAVE: "device", _OFFLOAD: "offload", _RECOMPUTE: "remat"}
-    layer = names.decisions.get("decoder_layer_input", names.entering)
-    said = {"decoder_layer_input": layer, **dict.fromkeys(_MAXTEXT, _RECOMPUTE), **names.decisions}
+    layer = names.decisions.get("decoder_layer_input", _RECOMPUTE)
+    said = {
+        "decoder_layer_input": names.entering if layer is _RECOMPUTE else layer,  # never "remat"
+        **dict.fromkeys(_MAXTEXT, _RECOMPUTE),
+        **{n: d for n, d in names.decisions.items() if n in {*_MAXTEXT, *_MAXTEXT_RARE}},
+    }
     settings = (f"{name}: '{words[d]}'" for name, d in said.items())
     return "\n".join(["remat_policy: custom", *settings])
 

@@ -31,18 +31,18 @@ def page(
     """
     record = {
         "figures": list(summary_lines(plan).items()),
-        "budget": plan.budget,
+        "budget": plan.question.budget,
         "memory": _memory(picture) if picture else None,
         "grid": _grid(picture.grid) if picture else None,
         "lanes": _lanes(picture.lanes) if picture else [],
         "plans": [_point(name, p) for name, p in {"this plan": plan, **others}.items()],
         "rok": [_curve(curve) for curve in curves(rok)],
         "head": HEAD,
-        "rows": [cells(row) for row in rows(plan.residuals, plan.decisions) if row.matters],
+        "rows": [cells(row) for row in rows(plan.answer.residuals, plan.decisions) if row.matters],
     }
     template = resources.files("jdelta._src.report").joinpath("page.html").read_text("utf-8")
     data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
-    return template.replace("{title}", html.escape(f"jdelta: {plan.target}")).replace(
+    return template.replace("{title}", html.escape(f"jdelta: {plan.question.target}")).replace(
         '"{data}"', data
     )
 
@@ -81,4 +81,5 @@ def _curve(curve: RokCurve) -> list[Any]:
 
 
 def _point(name: str, plan: PlanRecord) -> list[Any]:
-    return [name, plan.compiled_peak, plan.overhead_share, plan.host_bytes]
+    figures = plan.figures
+    return [name, figures.compiled_peak, figures.overhead_share, figures.host_bytes]

@@ -89,15 +89,16 @@ def picture(plan: PlanRecord, call: Call) -> Picture:
     Raises:
         PlanMismatchError: The plan was made for another program.
     """
-    step, trace = step_of(plan, call, plan.donate_argnums)
+    donate = plan.question.donate_argnums
+    step, trace = step_of(plan, call, donate)
     compiler = Compiler(step.target.backend)
-    plain, planned = timeline(trace.graph, compiler), emit(step, plan.policy).timeline
+    plain, planned = timeline(trace.graph, compiler), emit(step, plan.answer.policy).timeline
     lanes: tuple[Span, ...] = ()
-    if plan.overlap.transfers:
-        program = compiled(plan, call, plan.donate_argnums)
+    if plan.figures.overlap.transfers:
+        program = compiled(plan, call, donate)
         lanes = read_lanes(parse(program.as_text() or ""), step.target.rates)
-    before = _reaching(plan.ceiling, moments(plain, step, trace.plan_name))
-    after = _reaching(plan.compiled_peak, moments(planned, step))
+    before = _reaching(plan.search.ceiling, moments(plain, step, trace.plan_name))
+    after = _reaching(plan.figures.compiled_peak, moments(planned, step))
     return Picture(before, after, grid(plan), lanes)
 
 
@@ -174,14 +175,15 @@ def _coarse(found: Sequence[Moment]) -> Iterator[Moment]:
 
 def grid(plan: PlanRecord) -> Grid:
     """Decisions by region and by value; in regions of a loop one column stands for all layers."""
+    decisions = plan.decisions
     shown = [
-        r for r in plan.residuals if r.needed or plan.decisions[r.name] is not Decision.RECOMPUTE
+        r for r in plan.answer.residuals if r.needed or decisions[r.name] is not Decision.RECOMPUTE
     ]
     columns = list(dict.fromkeys(r.region for r in shown))
     cells: dict[str, dict[str, Decision]] = {}
     for r in shown:
         inner = r.name.removeprefix(r.region).lstrip("/")
-        cells.setdefault(inner, {})[r.region] = plan.decisions[r.name]
+        cells.setdefault(inner, {})[r.region] = decisions[r.name]
     return Grid(
         tuple(columns),
         tuple(cells),

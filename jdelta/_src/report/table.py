@@ -12,10 +12,12 @@ from typing import TypeAlias
 
 from jdelta._src.backends.platforms import backend_of
 from jdelta._src.decision import Decision
-from jdelta._src.plan.record import PlanRecord
+from jdelta._src.plan.record import Figures, PlanRecord, Question, SearchRecord
 from jdelta._src.regions.region import Grouping
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.sizes import format_array, format_bytes, format_seconds, format_short, format_some
+from jdelta._src.solver import DEFAULT_SOLVER
+from jdelta._src.spill import Spill
 
 NUMBERED = re.compile(r"(?<=_)\d+(?=/|$)|(?<![^/])\d+(?=/|$)")
 """Numbers of regions that are alike."""
@@ -225,60 +227,75 @@ def labelled(figures: Mapping[str, str]) -> str:
 
 def summary_lines(plan: PlanRecord) -> dict[str, str]:
     """The figures of the whole step by what they are."""
+    question, answer, figures, search = plan.question, plan.answer, plan.figures, plan.search
     lines = {
-        "target": plan.target,
-        "budget": format_bytes(plan.budget),
-        "compiled peak": f"{format_bytes(plan.compiled_peak)} "
-        f"(predicted {format_bytes(plan.predicted_peak)}; "
-        f"{_bounds(plan)})",
-        "code": _code(plan),
-        "on the host": _on_the_host(plan),
-        "in files": _in_files(plan),
-        "loops": _loops(plan.grouping),
-        "updates": _updates(plan.updates_moved),
-        "undone": _undone(plan.undone),
-        "overhead": f"{format_seconds(plan.overhead)} on a step of "
-        f"{format_seconds(plan.step_seconds)} (predicted, "
-        f"{100 * plan.overhead_share:.1f} %)",
-        "result": plan.result,
+        "target": question.target,
+        "budget": format_bytes(question.budget),
+        "asked": _asked(question),
+        "compiled peak": f"{format_bytes(figures.compiled_peak)} "
+        f"(predicted {format_bytes(figures.predicted_peak)}; "
+        f"{_bounds(search, floor=answer.policy is not None)})",
+        "code": _code(question.target, figures.code_bytes),
+        "on the host": _on_the_host(figures),
+        "in files": _in_files(question.spill, figures),
+        "loops": _loops(answer.grouping),
+        "updates": _updates(answer.updates_moved),
+        "undone": _undone(figures.undone),
+        "overhead": f"{format_seconds(figures.overhead)} on a step of "
+        f"{format_seconds(figures.step_seconds)} (predicted, "
+        f"{100 * figures.overhead_share:.1f} %)",
+        "result": search.result,
     }
     return {label: text for label, text in lines.items() if text}
 
 
-def _bounds(plan: PlanRecord) -> str:
+def _asked(question: Question) -> str:
+    """What was asked that is not so by default: ``solver milp; pinned h/mlp/* to save``."""
+    pins = [f"{pattern} to {decision.value}" for pattern, decision in question.pins]
+    parts = (
+        f"solver {question.solver}" if question.solver != DEFAULT_SOLVER else "",
+        f"pinned {format_some(pins, 3)}" if pins else "",
+        "layers decided alike" if not question.per_layer else "",
+        "updates in loops where that takes less" if question.reorder else "",
+    )
+    return "; ".join(filter(None, parts))
+
+
+def _bounds(search: SearchRecord, *, floor: bool) -> str:
     """Floor and plain step; where that is the plan, there is no floor to speak of."""
-    ceiling = _bound(plan, "plain step", "ceiling")
-    return f"{_bound(plan, 'floor', 'floor')}, {ceiling}" if plan.policy else ceiling
+    ceiling = _bound("plain step", search.ceiling, "ceiling" in search.estimates)
+    lowest = _bound("floor", search.floor, "floor" in search.estimates)
+    return f"{lowest}, {ceiling}" if floor else ceiling
 
 
-def _bound(plan: PlanRecord, label: str, field: str) -> str:
-    predicted = " predicted" if field in plan.estimates else ""
-    return f"{label} {format_bytes(getattr(plan, field))}{predicted}"
+def _bound(label: str, size: int, is_predicted: bool) -> str:
+    return f"{label} {format_bytes(size)}{' predicted' if is_predicted else ''}"
 
 
-def _code(plan: PlanRecord) -> str:
-    if not backend_of(plan.target.partition(":")[0]).reading.code_in_memory:
+def _code(target: str, size: int) -> str:
+    if not backend_of(target.partition(":")[0]).reading.code_in_memory:
         return ""
-    return f"{format_bytes(plan.code_bytes)}, in device memory beside the peak"
+    return f"{format_bytes(size)}, in device memory beside the peak"
 
 
-def _on_the_host(plan: PlanRecord) -> str:
-    if not plan.overlap.transfers:
-        return format_bytes(plan.host_bytes)
-    seconds = plan.overlap.seconds_out + plan.overlap.seconds_in
+def _on_the_host(figures: Figures) -> str:
+    overlap = figures.overlap
+    if not overlap.transfers:
+        return format_bytes(figures.host_bytes)
     return (
-        f"{format_bytes(plan.host_bytes)}; {format_seconds(seconds)} of transfers, "
-        f"{plan.overlap.hidden:.0%} of it behind compute (read in the compiled schedule)"
+        f"{format_bytes(figures.host_bytes)}; "
+        f"{format_seconds(overlap.seconds_out + overlap.seconds_in)} of transfers, "
+        f"{overlap.hidden:.0%} of it behind compute (read in the compiled schedule)"
     )
 
 
-def _in_files(plan: PlanRecord) -> str:
-    if plan.spill is None or plan.spill_rates is None:
+def _in_files(spill: Spill | None, figures: Figures) -> str:
+    if spill is None or figures.spill_rates is None:
         return ""
     return (
-        f"{format_bytes(plan.spill_bytes)} in {plan.spill.path}, which takes "
-        f"{format_bytes(round(plan.spill_rates.write))}/s and gives "
-        f"{format_bytes(round(plan.spill_rates.read))}/s"
+        f"{format_bytes(figures.spill_bytes)} in {spill.path}, which takes "
+        f"{format_bytes(round(figures.spill_rates.write))}/s and gives "
+        f"{format_bytes(round(figures.spill_rates.read))}/s"
     )
 
 

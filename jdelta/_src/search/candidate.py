@@ -28,14 +28,13 @@ FAIR_USE = 0.85
 
 @dataclass(frozen=True)
 class Candidate:
-    """Decisions, and what is known of the step they make.
+    """Decisions, and what is predicted of the step they make.
 
     Attributes:
-        decisions: One for each residual; None stands for the plain step.
+        decisions: One for each residual, such as ``{"h/mlp/tanh": Decision.SAVE}``; None stands for
+            the plain step.
         overhead: Predicted seconds they add to the step; below zero where it is quicker.
         emission: The traced step.
-        measurement: What the compiler says, once asked.
-        compiled: The executable, where the devices are attached.
         predicted: Peak predicted before it was compiled, bytes per device.
         outcome: How the solver ended; None for the plain step.
     """
@@ -45,13 +44,23 @@ class Candidate:
     emission: Emission
     predicted: int
     outcome: Outcome | None = None
-    measurement: Measurement | None = None
-    compiled: jax.stages.Compiled | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledCandidate(Candidate):
+    """A candidate whose program was compiled.
+
+    Attributes:
+        measurement: What the compiler says of the program.
+        compiled: The executable, where the devices are attached.
+    """
+
+    measurement: Measurement
+    compiled: jax.stages.Compiled | None
 
     @property
     def peak(self) -> int:
         """Compiled peak and what spilling holds beside it, bytes per device."""
-        assert self.measurement is not None
         return self.measurement.peak + self.emission.pool
 
     def leaves_much(self, bound: int) -> bool:
@@ -88,7 +97,7 @@ class Found:
         refused: What did not fit, where the plan leaves much of the budget at a price.
     """
 
-    best: Candidate
+    best: CompiledCandidate
     budget: int
     floor: int
     ceiling: int
@@ -132,7 +141,11 @@ def wrong_order(fetches: Sequence[str]) -> str:
 
 
 def too_small(
-    bound: int, floor: Candidate, least: int, residuals: Sequence[Residual], platform: str
+    bound: int,
+    floor: CompiledCandidate,
+    least: int,
+    residuals: Sequence[Residual],
+    platform: str,
 ) -> BudgetError:
     """The error of a budget below the floor.
 
@@ -147,7 +160,7 @@ def too_small(
     inside = (r for r in residuals if not r.boundary and decisions[r.name] is Decision.SAVE)
     kept = sum(r.bytes for r in inside)
     few = f" but {format_bytes(kept)}" if kept else ""
-    host = floor.measurement.host if floor.measurement else 0
+    host = floor.measurement.host
     away = f" and {format_bytes(host)} on the host" if host else ""
     if files := floor.emission.spilled.bytes:
         away += f" or in files ({format_bytes(files)})"
@@ -161,7 +174,7 @@ def too_small(
     )
 
 
-def _floor(least: int, floor: Candidate) -> str:
+def _floor(least: int, floor: CompiledCandidate) -> str:
     """What to raise a budget to."""
     if least == floor.peak:
         return "the floor"
@@ -169,7 +182,11 @@ def _floor(least: int, floor: Candidate) -> str:
 
 
 def above_plain(
-    bound: int, plain: Candidate, floor: Candidate, residuals: Sequence[Residual], platform: str
+    bound: int,
+    plain: CompiledCandidate,
+    floor: CompiledCandidate,
+    residuals: Sequence[Residual],
+    platform: str,
 ) -> BudgetError:
     """The error of a budget below the plain step, which takes less than everything recomputed.
 
@@ -190,7 +207,7 @@ def above_plain(
     )
 
 
-def nothing_kept(bound: int, plain: Candidate, uncut: str) -> BudgetError | TraceError:
+def nothing_kept(bound: int, plain: CompiledCandidate, uncut: str) -> BudgetError | TraceError:
     """The error of a budget below a step of which nothing can be decided.
 
     Args:
@@ -199,7 +216,6 @@ def nothing_kept(bound: int, plain: Candidate, uncut: str) -> BudgetError | Trac
         uncut: Why it has no regions; empty where it keeps nothing for a backward pass.
     """
     measured = plain.measurement
-    assert measured is not None
     parts = {
         "arguments": measured.arguments,
         "results": measured.outputs - measured.aliased,
@@ -221,9 +237,9 @@ def nothing_kept(bound: int, plain: Candidate, uncut: str) -> BudgetError | Trac
     )
 
 
-def _merged(floor: Candidate, residuals: Sequence[Residual], platform: str) -> str:
+def _merged(floor: CompiledCandidate, residuals: Sequence[Residual], platform: str) -> str:
     """What to do about a compiler that merges recompute with what it repeats."""
-    undone = set(floor.measurement.undone) if floor.measurement else set[str]()
+    undone = set(floor.measurement.undone)
     kept = sorted((r for r in residuals if r.name in undone), key=lambda r: -r.bytes)
     if not kept:
         return ""

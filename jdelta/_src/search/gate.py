@@ -5,7 +5,7 @@ It goes by the plan and by what the compiler says of its program, not by what th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jdelta._src.decision import Decision
@@ -15,7 +15,7 @@ from jdelta._src.passes.spill_record import check_spilled
 from jdelta._src.program.graph import TRANSFER, Graph
 from jdelta._src.program.loop_nest import OUTSIDE, Nest
 from jdelta._src.residuals.residual import Residual
-from jdelta._src.search.candidate import Candidate, not_there, wrong_order
+from jdelta._src.search.candidate import Candidate, CompiledCandidate, not_there, wrong_order
 from jdelta._src.sizes import format_bytes, format_some
 
 
@@ -45,31 +45,31 @@ def verify(candidate: Candidate, residuals: Sequence[Residual], limits: Limits) 
         PlanMismatchError: The program was not made by the plan's decisions, or lacks values that
             these keep.
     """
-    check_peak(candidate, limits.peak)
+    candidate = _fitting(candidate, limits.peak)
     if candidate.decisions is None:
         return
     check_names(candidate, residuals)
     if fault := host_fault(candidate, residuals):
         raise fault
     _check_host_room(candidate, residuals, limits.host)
-    _check_files(candidate, residuals, limits.files)
+    _check_files(candidate, candidate.decisions, residuals, limits.files)
 
 
-def check_peak(candidate: Candidate, bound: int) -> None:
-    """Refuse a program that was not compiled, or needs more than the budget.
+def _fitting(candidate: Candidate, bound: int) -> CompiledCandidate:
+    """The candidate, if it was compiled and needs no more than the budget.
 
     Raises:
-        BudgetError: It is one.
+        BudgetError: It was not, or needs more.
     """
-    measured = candidate.measurement
-    if measured is None:
+    if not isinstance(candidate, CompiledCandidate):
         raise BudgetError("The plan was not compiled, so nothing says that it fits the budget.")
-    if measured.refused or candidate.peak > bound:
+    if candidate.measurement.refused or candidate.peak > bound:
         raise BudgetError(
             f"The plan's compiled program needs {format_bytes(candidate.peak)} per device, over "
             f"the budget of {format_bytes(bound)}. Raise the budget, or report this step: the "
             "search should not have chosen the plan."
         )
+    return candidate
 
 
 def check_names(candidate: Candidate, residuals: Sequence[Residual]) -> None:
@@ -95,10 +95,9 @@ def check_names(candidate: Candidate, residuals: Sequence[Residual]) -> None:
         )
 
 
-def host_fault(candidate: Candidate, residuals: Sequence[Residual]) -> OffloadError | None:
+def host_fault(candidate: CompiledCandidate, residuals: Sequence[Residual]) -> OffloadError | None:
     """What is wrong with the offload of a compiled program, if anything is."""
     away, measured = _away(candidate, residuals), candidate.measurement
-    assert measured is not None
     if measured.refused:
         return None
     if measured.wrong_fetches:
@@ -115,7 +114,9 @@ def _away(candidate: Candidate, residuals: Sequence[Residual]) -> dict[str, int]
     return {r.name: r.bytes for r in residuals if decisions[r.name] is Decision.OFFLOAD}
 
 
-def _check_host_room(candidate: Candidate, residuals: Sequence[Residual], room: float) -> None:
+def _check_host_room(
+    candidate: CompiledCandidate, residuals: Sequence[Residual], room: float
+) -> None:
     away = sum(_away(candidate, residuals).values())
     if away > room:
         raise OffloadError(
@@ -123,7 +124,6 @@ def _check_host_room(candidate: Candidate, residuals: Sequence[Residual], room: 
             f"{format_bytes(round(room))}."
         )
     measured = candidate.measurement
-    assert measured is not None
     own = max(0, _copied_to_host(candidate.emission.timeline.graph) - away)
     if measured.host > room + own:
         raise OffloadError(
@@ -143,14 +143,16 @@ def _copied_to_host(graph: Graph, nest: Nest = OUTSIDE) -> int:
     return copied
 
 
-def _check_files(candidate: Candidate, residuals: Sequence[Residual], room: float) -> None:
-    decisions, measured = candidate.decisions, candidate.measurement
-    assert decisions is not None
-    assert measured is not None
+def _check_files(
+    candidate: CompiledCandidate,
+    decisions: Mapping[str, Decision],
+    residuals: Sequence[Residual],
+    room: float,
+) -> None:
     spilled = candidate.emission.spilled
     if spilled.bytes > room:
         raise SpillError(
             f"The plan holds {format_bytes(spilled.bytes)} in files at once, more than the limit "
             f"of spill, {format_bytes(round(room))}."
         )
-    check_spilled(residuals, decisions, spilled, measured.files)
+    check_spilled(residuals, decisions, spilled, candidate.measurement.files)

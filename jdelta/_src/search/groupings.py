@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,9 @@ from jdelta._src.residuals.pins import Pins
 from jdelta._src.residuals.region_inputs import users_names, with_boundaries
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.residuals.unpinnable import why_unpinnable
-from jdelta._src.search.candidate import Candidate, Found
+from jdelta._src.search.candidate import CompiledCandidate, Found
 from jdelta._src.search.history import History
+from jdelta._src.search.rules import groupings_where_nothing_fits
 from jdelta._src.search.search import EARLY, MOST_COMPILES, Search
 from jdelta._src.sizes import Budget
 from jdelta._src.solver import Solver
@@ -90,7 +91,10 @@ class Planning:
         return found
 
     def _search(
-        self, grouping: Grouping, before: Search | None = None, alike: Candidate | None = None
+        self,
+        grouping: Grouping,
+        before: Search | None = None,
+        alike: CompiledCandidate | None = None,
     ) -> Search:
         loops = f", {grouping.layers} layers in an iteration" if grouping.layers > 1 else ""
         _LOG.info("tracing the step%s", loops)
@@ -113,7 +117,11 @@ class Planning:
 
     def _otherwise(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:
         """Larger units, or nested checkpoints, since everything else needs more than the budget."""
-        for grouping in self._others(first):
+        trace = first.trace
+        others = groupings_where_nothing_fits(
+            trace.trips, is_automatic=trace.automatic, per_layer=self.per_layer
+        )
+        for grouping in others:
             try:
                 search = self._search(grouping, first)
                 is_same = len(search.trace.regions) == len(first.trace.regions)
@@ -125,13 +133,6 @@ class Planning:
             except BudgetError as other:
                 error = min(error, other, key=lambda e: e.floor or math.inf)
         raise error from None
-
-    def _others(self, first: Search) -> Iterator[Grouping]:
-        if first.trace.automatic:
-            yield Grouping(1, coarse=True)
-        layers = _near_root(max(first.trace.trips.values(), default=1))
-        if layers > 1 and self.per_layer:
-            yield Grouping(layers, nested=True)
 
     def _apart(self, first: Search, alike: Found) -> tuple[Search, Found]:
         """The best plan with layers decided alike or apart."""
@@ -150,9 +151,3 @@ class Planning:
             return search, found
         search = self._search(known, search, alike.best)
         return search, search.run(bound)
-
-
-def _near_root(count: int) -> int:
-    """The divisor of a number that is nearest to its square root, itself left out."""
-    divisors = (d for d in range(1, count) if count % d == 0)
-    return min(divisors, key=lambda d: abs(math.log(d * d / count)), default=1)

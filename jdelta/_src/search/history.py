@@ -14,7 +14,7 @@ from jdelta._src.hlo.measure import Measurement, measure
 from jdelta._src.passes.emit import Emission, Step
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
-from jdelta._src.search.candidate import Candidate
+from jdelta._src.search.candidate import Candidate, CompiledCandidate
 from jdelta._src.sizes import format_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -108,8 +108,8 @@ class Compiles:
         """Whether the program was compiled already."""
         return (grouping, policy) in self._programs
 
-    def measured(self, step: Step, candidate: Candidate) -> Program:
-        """What the compiler makes and says of a candidate for the step."""
+    def compiled(self, step: Step, candidate: Candidate) -> CompiledCandidate:
+        """The candidate with what the compiler makes and says of its program."""
         emission = candidate.emission
         key = step.grouping, emission.policy
         if key not in self._programs:
@@ -122,7 +122,16 @@ class Compiles:
             )
             self._programs[key] = Program(compiled, measurement, candidate.predicted)
             _LOG.info("%s takes %s", what, format_bytes(measurement.peak))
-        return self._programs[key]
+        program = self._programs[key]
+        return CompiledCandidate(
+            candidate.decisions,
+            candidate.overhead,
+            emission,
+            program.predicted,
+            candidate.outcome,
+            measurement=program.measurement,
+            compiled=program.compiled,
+        )
 
     def know(self, grouping: Grouping, policy: Policy, overhead: float, peak: int) -> None:
         """Remember a plan that does what it says, for this and any later search."""
@@ -158,7 +167,7 @@ class Correction:
         """Another one that begins with what is known here."""
         return Correction(self._errors)
 
-    def learn(self, candidate: Candidate) -> None:
+    def learn(self, candidate: CompiledCandidate) -> None:
         """Compare the peak of a compiled plan with the simulation, if it is not far out."""
         if candidate.peak <= OUTLIER * candidate.predicted:
             emission = candidate.emission

@@ -35,7 +35,7 @@ struct Both {
 // Processors fetch ahead within a page only, so one page at a time leaves them waiting for memory:
 // lines of four pages are copied in turns, and those of the next four asked for. Each page begins a
 // quarter on from the one before: a processor compares addresses within a page only, and lets a load
-// wait for a store to the same place of another page (`benchmarks/copying.py`).
+// wait for a store to the same place of another page (`benchmarks/device/spill.py`).
 constexpr size_t kLine = 64, kPage = 4096, kGroup = 4 * kPage;
 
 // An ordinary store would first read what it overwrites, and put out of the cache what a step needs.

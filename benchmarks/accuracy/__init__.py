@@ -1,0 +1,1 @@
+"""How near predictions come to what the compilers say."""

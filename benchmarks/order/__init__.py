@@ -1,0 +1,1 @@
+"""Orders of operators, and what they make a step allocate."""

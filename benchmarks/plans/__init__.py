@@ -1,0 +1,1 @@
+"""Plans at a budget, beside plain steps and what people do by hand."""

@@ -1,0 +1,1 @@
+"""Programs that people bring: is every promise kept for each?"""

@@ -1,1 +1,0 @@
-"""Smallest programs that show what XLA does with a mechanism jdelta relies on."""

@@ -1,0 +1,108 @@
+"""The floor: the least peak that a step can be planned to, compiled as far as need be."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import jax
+
+from jdelta._src.errors import OffloadError, SpillError
+from jdelta._src.search.attempts import Attempts
+from jdelta._src.search.candidate import Candidate, CompiledCandidate, too_small
+from jdelta._src.search.propose import Proposals
+
+PROMISED = 0.95
+"""Part of the floor that everything recomputed as by hand may be predicted to take and is compiled,
+where that is only to say the floor."""
+
+
+def fitting_floor(proposals: Proposals, attempts: Attempts, bound: int) -> CompiledCandidate:
+    """The plan with the least peak; if need be what enters the units is on the host too.
+
+    Before that, XLA is left to itself as by hand (`Policy.is_by_hand`). And next to nothing is
+    kept: indices of rows take less than what they are computed from. If files are at hand, as much
+    leaves as is quicker than recompute: what a CPU recomputes for a unit may take more memory than
+    the same values that come back from files.
+
+    Raises:
+        BudgetError: It does not fit.
+    """
+    floor = attempts.compile(proposals.floor())
+    if floor.peak > bound:
+        floor = _less_by_hand(proposals, attempts, floor)
+    if floor.peak > bound:
+        little = proposals.keeping_next_to_nothing(bound)
+        promises = proposals.step.store or little.predicted < floor.peak
+        tried = attempts.tried(little) if promises else None
+        floor = tried if tried and tried.peak < floor.peak else floor
+    if floor.peak > bound and proposals.items.deep:
+        floor = _deep(proposals, attempts, floor)
+    if floor.peak > bound:
+        least = min(filter(None, (floor.peak, attempts.compiles.least)))
+        residuals, platform = proposals.items.residuals, proposals.step.target.platform
+        raise too_small(bound, floor, least, residuals, platform)
+    return floor
+
+
+def settled_floor(
+    proposals: Proposals, attempts: Attempts, *, is_sure: bool, is_small: bool
+) -> Candidate:
+    """Everything recomputed; of a small step also with what enters units on the host.
+
+    Args:
+        proposals: What proposes.
+        attempts: What was compiled.
+        is_sure: Whether the floor is believed without compiling it. What enters units on the host
+            is where all that was compiled took what was predicted.
+        is_small: Whether the step is small.
+    """
+    floor, items = proposals.floor(), proposals.items
+    # A plan that does what it says is no worse for a floor that the compiler fails at.
+    with contextlib.suppress(OffloadError, SpillError, jax.errors.JaxRuntimeError):
+        if not is_sure or attempts.has(floor):
+            floor = compiled = attempts.compile(floor)
+            policy = floor.emission.policy
+            if is_small and policy and policy.writes_bits:  # else none promises less
+                floor = _less_by_hand(proposals, attempts, compiled, PROMISED * compiled.peak)
+        if items.deep and is_small:
+            if isinstance(floor, CompiledCandidate) and not attempts.compiles.are_foretold:
+                floor = _deep(proposals, attempts, floor)
+            else:
+                floor = _expected_deep(proposals, floor)
+    proposals.items = items
+    return floor
+
+
+def _less_by_hand(
+    proposals: Proposals, attempts: Attempts, floor: CompiledCandidate, most: float = math.inf
+) -> CompiledCandidate:
+    """The floor, or everything recomputed as by hand, if that is compiled to less.
+
+    It is compiled if at most ``most`` bytes are predicted.
+    """
+    candidate = proposals.floor_by_hand(floor)
+    if candidate is None or candidate.predicted > most:
+        return floor
+    return min(floor, attempts.compile(candidate), key=lambda c: c.peak)
+
+
+def _deep(proposals: Proposals, attempts: Attempts, floor: CompiledCandidate) -> CompiledCandidate:
+    """The least peak with what enters the units on the host too, nothing spent on overlap.
+
+    Larger plans, in which transfers are timed again, may put it there as well.
+    """
+    items, proposals.items = proposals.items, proposals.items.with_boundaries()
+    with contextlib.suppress(OffloadError, SpillError):
+        deep = attempts.compile(proposals.floor(least=True))
+        if not attempts.offload_failed(deep) and deep.peak < floor.peak:
+            return deep
+    proposals.items = items
+    return floor
+
+
+def _expected_deep(proposals: Proposals, floor: Candidate) -> Candidate:
+    """The floor with what enters the units on the host too, if less is predicted for that."""
+    proposals.items = proposals.items.with_boundaries()
+    deep = proposals.floor(least=True)
+    return deep if proposals.expected(deep) < proposals.expected(floor) else floor

@@ -1,0 +1,250 @@
+"""Proposes candidates for a search: solves, traces, predicts. Nothing is compiled here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jdelta._src.decision import Decision
+from jdelta._src.errors import OffloadError, SpillError
+from jdelta._src.estimate.seconds import program_seconds
+from jdelta._src.passes.emit import Emission, Step, emit
+from jdelta._src.regions.policy import Policy
+from jdelta._src.regions.trace import Trace
+from jdelta._src.residuals.items import Items
+from jdelta._src.residuals.residual import Residual
+from jdelta._src.search.candidate import Candidate, CompiledCandidate
+from jdelta._src.search.history import Correction
+from jdelta._src.solver.base import Solver
+from jdelta._src.solver.problem import Problem
+from jdelta._src.solver.solution import Outcome
+
+MOST_TRACES = 5
+"""Candidates traced and simulated for one compile."""
+
+CLOSE = 0.02
+"""Part of the budget that a candidate may leave, by its prediction."""
+
+NEXT_TO_NOTHING = 0.02
+"""Part of the budget that may be kept where as much as possible is to leave."""
+
+ROW_PASSES = 6
+"""Times that what layers have rows of passes through memory more if an iteration runs several: 5.4
+by the instructions of a compiled GPT-2 (jax 0.12.0.1, cuda:h100, three layers)."""
+
+
+class Proposals:
+    """Candidates for a step, with what is known of it by now.
+
+    Attributes:
+        step: The step.
+        items: What is to be decided, by the ways that are still open.
+        trace: The step as it was staged.
+        solver: What decides.
+        correction: How far simulated peaks are off.
+        splitting_seconds: What a step takes longer if an iteration of its loops runs several
+            layers.
+        extra_seconds: What the way that loops are run adds to each plan.
+    """
+
+    def __init__(
+        self, step: Step, items: Items, trace: Trace, solver: Solver, correction: Correction
+    ):
+        self.step = step
+        self.items = items
+        self.trace = trace
+        self.solver = solver
+        self.correction = correction
+        self.splitting_seconds = ROW_PASSES * trace.row_bytes / step.target.rates.bandwidth
+        self.extra_seconds = self.splitting_seconds if step.grouping.layers > 1 else 0.0
+        if step.grouping.nested:
+            self.extra_seconds += items.recompute_seconds(_nothing_kept(items))
+        self._emitted: dict[Policy | None, Emission] = {}
+
+    def plain(self) -> Candidate:
+        """The step as it is."""
+        emission = self._emit(None)
+        return Candidate(None, 0.0, emission, self.correction.predicted(emission))
+
+    def floor(self, *, least: bool = False) -> Candidate:
+        """Everything recomputed; with ``least``, nothing spent on overlap."""
+        decisions = _nothing_kept(self.items)
+        return self._priced(decisions, Outcome.HEURISTIC, self._policy(decisions, least=least))
+
+    def floor_by_hand(self, floor: Candidate) -> Candidate | None:
+        """Everything recomputed as by hand, if that makes another program.
+
+        By hand a unit computes its result again although the next unit has it, so it need not stay
+        until the unit's own backward pass.
+        """
+        policy, decisions = floor.emission.policy, floor.decisions
+        assert policy is not None
+        assert decisions is not None
+        by_hand = self._policy_of(self.items.decisions_by_hand(decisions), least=True)
+        differs = policy.may_differ_from_by_hand or policy.kept != by_hand.kept
+        if not differs and not self.step.target.backend.transfers.are_tied:
+            return None
+        candidate = self._priced(decisions, Outcome.HEURISTIC, by_hand)
+        more = max(0.0, self.seconds(candidate) - self.seconds(floor))
+        return replace(candidate, overhead=floor.overhead + more)
+
+    def keeping(self, capacity: float) -> Candidate:
+        """The solver's candidate that keeps so many bytes at most.
+
+        A way that JAX cannot go is closed.
+
+        Raises:
+            OffloadError: JAX cannot put on the host what the user pinned there.
+            SpillError: The same for files.
+        """
+        solution = self.solver.solve(replace(self.items.problem, capacity=capacity))
+        decisions = self.items.decisions(solution.decisions)
+        try:
+            return self._priced(decisions, solution.outcome, self._policy(decisions))
+        except OffloadError as error:
+            self.close(error, Decision.OFFLOAD, Decision.SPILL)
+        except SpillError as error:
+            self.close(error, Decision.SPILL)
+        return self.keeping(capacity)
+
+    def keeping_next_to_nothing(self, bound: int) -> Candidate:
+        """What the cheapest ways to leave the device make; for nothing at all they are not refined.
+
+        See ``_REFINED`` of the solver's frontier.
+        """
+        return self.keeping(NEXT_TO_NOTHING * bound)
+
+    def fitting(self, floor: Candidate, goal: int) -> Candidate:
+        """The fastest candidate whose predicted peak is within ``goal``: a bracketed search.
+
+        A byte kept seldom moves the peak by just a byte, since it may not be alive at the peak.
+        """
+        best = floor
+        bracket = Bracket(0.0, math.inf)
+        capacity = float(goal - self.expected(floor))
+        seen: list[Mapping[str, Decision] | None] = []
+        for _ in range(MOST_TRACES):
+            candidate = self.keeping(capacity)
+            spare = goal - candidate.predicted
+            if spare >= 0 and candidate.overhead <= best.overhead:
+                best = candidate
+            if 0 <= spare <= CLOSE * goal or candidate.overhead == 0.0:
+                break
+            bracket = bracket.narrowed(capacity, fits=spare >= 0)
+            # The same candidate again: further each time, since items are not arbitrarily small.
+            further = seen.count(candidate.decisions) * goal // 50
+            seen.append(candidate.decisions)
+            capacity += spare + further if spare >= 0 else spare - further
+            if not bracket.fits < capacity < bracket.exceeds:
+                capacity = bracket.middle
+        return best
+
+    def with_one_more(self, best: Candidate) -> Candidate | None:
+        """The plan with one more value saved, the one which saves most; None if none does."""
+        decisions = best.decisions or {}
+        for r in by_worth(self.items, decisions)[:MOST_TRACES]:
+            more = {**decisions, r.name: Decision.SAVE}
+            candidate = self._priced(more, Outcome.HEURISTIC, self._policy(more))
+            if candidate.overhead < best.overhead:
+                return candidate
+        return None
+
+    def known(self, policy: Policy, floor: Candidate) -> Candidate | None:
+        """The candidate that a policy makes; None if it is the floor."""
+        decisions = {r.name: policy.decision(r.name, r.entering) for r in self.items.residuals}
+        if decisions == floor.decisions:
+            return None
+        return self._priced(decisions, Outcome.HEURISTIC, policy)
+
+    def close(self, error: Exception, *ways: Decision) -> None:
+        """Go on without ways that have failed.
+
+        Raises:
+            Exception: The user asked for one of them.
+        """
+        if set(ways) & set(self.items.pinned.values()):
+            raise error
+        self.items = self.items.without(*ways)
+
+    def expected(self, candidate: Candidate) -> int:
+        """Compiled peak, else the peak predicted with all that is known by now, bytes."""
+        if isinstance(candidate, CompiledCandidate):
+            return candidate.peak
+        return self.correction.predicted(candidate.emission)
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Of a step, by the instructions of its program as traced."""
+        target, graph = self.step.target, candidate.emission.timeline.graph
+        return program_seconds(graph, target.rates, target.platform)
+
+    def solved_seconds(self, problem: Problem) -> float:
+        """What the solver's decisions add to the step."""
+        return problem.overhead(self.solver.solve(problem).decisions)
+
+    def _policy(self, decisions: Mapping[str, Decision], *, least: bool = False) -> Policy:
+        return self._policy_of(self.items.policy_decisions(decisions), least=least)
+
+    def _policy_of(self, names: Mapping[str, Decision], *, least: bool) -> Policy:
+        trace = self.trace
+        return Policy.of(
+            names,
+            trace.loops,
+            self.step.target.platform,
+            least=least,
+            partly=trace.partly,
+            together=trace.together,
+        )
+
+    def _priced(
+        self, decisions: Mapping[str, Decision], outcome: Outcome, policy: Policy
+    ) -> Candidate:
+        emission = self._emit(policy)
+        overhead = self.items.overhead(decisions) + self.extra_seconds
+        predicted = self.correction.predicted(emission)
+        return Candidate(decisions, overhead, emission, predicted, outcome)
+
+    def _emit(self, policy: Policy | None) -> Emission:
+        if policy not in self._emitted:
+            self._emitted[policy] = emit(self.step, policy)
+        return self._emitted[policy]
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """How many bytes may be kept.
+
+    Attributes:
+        fits: With so many the plan fits.
+        exceeds: With so many it does not.
+    """
+
+    fits: float
+    exceeds: float
+
+    @property
+    def middle(self) -> float:
+        """Half way between the two."""
+        return (self.fits + self.exceeds) / 2
+
+    def narrowed(self, capacity: float, *, fits: bool) -> Bracket:
+        """The bracket, now that so many bytes fit or do not."""
+        return replace(self, fits=capacity) if fits else replace(self, exceeds=capacity)
+
+
+def by_worth(items: Items, decisions: Mapping[str, Decision]) -> Sequence[Residual]:
+    """The values that decisions do not save though they may, by the seconds that saving them saves.
+
+    Those that save nothing are left out.
+    """
+    dropped = [
+        r
+        for r in items.residuals
+        if r.needed and r.name not in items.pinned
+        if decisions[r.name] is not Decision.SAVE and r.seconds > r.holding
+    ]
+    return sorted(dropped, key=lambda r: r.holding - r.seconds)
+
+
+def _nothing_kept(items: Items) -> dict[str, Decision]:
+    return items.decisions([Decision.RECOMPUTE] * len(items.problem.items))

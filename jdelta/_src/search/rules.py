@@ -1,0 +1,294 @@
+"""The rules of a search: what to try next, and what to make of what was compiled.
+
+Each is a function of records. None traces or compiles anything: `propose.py` and `attempts.py` do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jdelta._src.decision import Decision
+from jdelta._src.regions.region import Grouping
+from jdelta._src.residuals.items import Items
+from jdelta._src.residuals.residual import Residual
+from jdelta._src.search.candidate import (
+    GOOD_USE,
+    Candidate,
+    CompiledCandidate,
+    Found,
+    Refused,
+)
+from jdelta._src.solver.base import Solver
+
+MAY_FIT = 1.15
+"""Times the budget that the plain step may take by the simulation and still be compiled. That was
+at most 6.5 % too high for plain steps (BERT-base on a v5e), on CUDA 1.2 % (jax 0.12.0.1)."""
+
+MAY_BE_BELOW = 1.05
+"""Times a peak that the floor of larger units may be predicted to take and still be compiled."""
+
+FAR_BELOW = 0.7
+"""Part of what is simulated below which a compiled peak says that the simulation is of no use."""
+
+SURELY_BELOW = 0.9
+"""Part of the budget that the simulated floor must stay below to go without compiling it."""
+
+WORTH = 0.005
+"""Part of the regions' forward pass that more layers in an iteration must save to be worth it."""
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What was compiled for a budget, and did what it said.
+
+    Attributes:
+        bound: The budget, bytes.
+        floor: Everything recomputed, once it was compiled and fits.
+        plans: The others, in the order in which they were compiled.
+    """
+
+    bound: int
+    floor: CompiledCandidate | None = None
+    plans: tuple[CompiledCandidate, ...] = ()
+
+    def with_floor(self, floor: CompiledCandidate) -> Trials:
+        """These, and the floor."""
+        return replace(self, floor=floor)
+
+    def with_plan(self, plan: CompiledCandidate) -> Trials:
+        """These, and one plan more."""
+        return replace(self, plans=(*self.plans, plan))
+
+    @property
+    def best(self) -> CompiledCandidate | None:
+        """The quickest that fits, of equally quick ones the last; None if none does."""
+        best = self.floor
+        for plan in self.plans:
+            if plan.peak <= self.bound and (best is None or plan.overhead <= best.overhead):
+                best = plan
+        return best
+
+    @property
+    def excess(self) -> int:
+        """Bytes by which the last plan that exceeded the budget did; 0 if none did."""
+        exceeding = [plan.peak - self.bound for plan in self.plans if plan.peak > self.bound]
+        return exceeding[-1] if exceeding else 0
+
+    @property
+    def exceeded(self) -> int:
+        """How many plans exceeded the budget."""
+        return sum(plan.peak > self.bound for plan in self.plans)
+
+
+def aim(trials: Trials, *, is_last: bool) -> int:
+    """The peak in bytes to aim at with the next plan: lower after an overrun.
+
+    Args:
+        trials: What was compiled so far.
+        is_last: Whether no other plan is compiled after this one.
+    """
+    bound, floor = trials.bound, trials.floor
+    has_none = trials.best is None
+    in_doubt = trials.exceeded > 1 or (is_last and (has_none or trials.exceeded > 0))
+    must_fit = in_doubt and trials.best is floor  # both are None where there is no plan
+    goal = bound - margin(trials.excess, bound, must_fit=must_fit)
+    if floor and goal <= floor.peak:  # nothing is below the floor
+        return (floor.peak + bound) // 2
+    return goal
+
+
+def margin(excess: int, bound: int, *, must_fit: bool) -> int:
+    """How far below the budget to aim after a plan exceeded it, bytes.
+
+    Args:
+        excess: Bytes by which it did.
+        bound: The budget, bytes.
+        must_fit: Whether no other plan may exceed it.
+    """
+    excess = min(excess, bound // 10)
+    return 2 * excess + bound // 50 if must_fit else excess // 4 + bound // 100
+
+
+def is_floor_in_doubt(predicted: int, bound: int) -> bool:
+    """Whether the floor may be above the budget, by its predicted peak in bytes."""
+    return predicted > SURELY_BELOW * bound
+
+
+def is_lost(trials: Trials, tolerated: float) -> bool:
+    """Whether the floor is to be compiled next: nothing fits, and the last plan is far off.
+
+    Args:
+        trials: What was compiled so far.
+        tolerated: Part of the budget by which a plan may exceed it.
+    """
+    return trials.best is None and trials.excess > tolerated * trials.bound
+
+
+def uses_budget(trials: Trials) -> bool:
+    """Whether the last plan is the best so far, and uses the budget."""
+    last = trials.plans[-1]
+    return trials.best is last and last.peak >= GOOD_USE * trials.bound
+
+
+def is_quicker_without_offload(
+    plan: CompiledCandidate, items: Items, solver: Solver, extra_seconds: float
+) -> bool:
+    """Whether recompute alone is quicker than transfers as exposed as the compiler has them.
+
+    Args:
+        plan: What was compiled.
+        items: What is to be decided.
+        solver: What decides.
+        extra_seconds: What the way that loops are run adds to each plan.
+    """
+    decisions, without = plan.decisions or {}, items.without(Decision.OFFLOAD)
+    if without.problem == items.problem or Decision.OFFLOAD not in decisions.values():
+        return False
+    solution = solver.solve(replace(without.problem, capacity=saved_bytes(plan, items)))
+    seconds = items.overhead(without.decisions(solution.decisions)) + extra_seconds
+    return seconds < plan.overhead
+
+
+def saved_bytes(candidate: Candidate, items: Items) -> float:
+    """Bytes of all items that a candidate saves."""
+    decisions = candidate.decisions or {}
+    saved = (i for i in items.problem.items if decisions[i.name] is Decision.SAVE)
+    return sum(item.bytes for item in saved)
+
+
+def is_free(pinned: Mapping[str, Decision]) -> bool:
+    """Whether the user pinned nothing but what stays on the device: ``{"h/tanh": SAVE}``."""
+    return not set(pinned.values()) - {Decision.SAVE}
+
+
+def may_plain_fit(predicted: int, bound: int) -> bool:
+    """Whether compiling the plain step first is worth it, by its predicted peak in bytes."""
+    return predicted <= MAY_FIT * bound
+
+
+def may_plain_fit_after_all(
+    plain: Candidate, predicted: int, best: CompiledCandidate, bound: int, *, is_small: bool
+) -> bool:
+    """Whether compiling the plain step is worth it, by what was compiled for the best plan.
+
+    A small step that stays in a TPU's on-chip memory takes much less than what is simulated, and
+    about the same whatever is kept.
+
+    Args:
+        plain: The plain step.
+        predicted: Its peak, predicted with all that is known by now, bytes.
+        best: The best plan.
+        bound: The budget, bytes.
+        is_small: Whether the step is small.
+    """
+    if isinstance(plain, CompiledCandidate) or best.overhead <= 0.0:
+        return False
+    is_far_off = is_small and best.peak < FAR_BELOW * best.emission.simulated
+    return is_far_off or predicted <= bound
+
+
+def may_be_below(predicted: int, peak: int) -> bool:
+    """Whether the floor of larger units may be below a peak, by its predicted peak in bytes."""
+    return predicted < MAY_BE_BELOW * peak
+
+
+def worthwhile_grouping(
+    seconds: Mapping[Grouping, float], alike: float, forward: float
+) -> Grouping | None:
+    """The first way of running loops that is about the quickest, if it is worth it.
+
+    Args:
+        seconds: What the best plan with each adds to the step by what is predicted, such as
+            ``{Grouping(2): 0.011, Grouping(4): 0.010}``.
+        alike: The same for loops as they are.
+        forward: Seconds of the regions' forward pass.
+    """
+    enough = min(seconds.values()) + WORTH * forward
+    if enough > alike:
+        return None
+    return next(grouping for grouping, s in seconds.items() if s <= enough)
+
+
+def groupings_where_nothing_fits(
+    trips: Mapping[str, int], *, is_automatic: bool, per_layer: bool
+) -> Iterator[Grouping]:
+    """Larger units, or nested checkpoints: what to try where everything else exceeds the budget.
+
+    Args:
+        trips: From regions to the layers of the loop that they are in, such as ``{"layer": 12}``.
+        is_automatic: Whether the regions were found in the program.
+        per_layer: Whether loops may be run in another way.
+    """
+    if is_automatic:
+        yield Grouping(1, coarse=True)
+    layers = _near_root(max(trips.values(), default=1))
+    if layers > 1 and per_layer:
+        yield Grouping(layers, nested=True)
+
+
+def _near_root(count: int) -> int:
+    """The divisor of a number that is nearest to its square root, itself left out."""
+    divisors = (d for d in range(1, count) if count % d == 0)
+    return min(divisors, key=lambda d: abs(math.log(d * d / count)), default=1)
+
+
+def refused(
+    plans: Sequence[CompiledCandidate],
+    best: CompiledCandidate,
+    bound: int,
+    residuals: Sequence[Residual],
+) -> Refused | None:
+    """What would be saved next, had it fitted; None where little is left, or nothing is quicker.
+
+    Args:
+        plans: All that was compiled. Of the quicker ones that exceed the budget, the one with the
+            least peak says it.
+        best: The plan.
+        bound: The budget, bytes.
+        residuals: Residuals of the step.
+    """
+    quicker = [plan for plan in plans if plan.overhead < best.overhead and plan.peak > bound]
+    if not best.leaves_much(bound) or not quicker:
+        return None
+    least = min(quicker, key=lambda plan: plan.peak)
+    saved, kept = (
+        {name for name, d in (plan.decisions or {}).items() if d is Decision.SAVE}
+        for plan in (least, best)
+    )
+    more = [r for r in residuals if r.name in saved - kept]
+    more.sort(key=lambda r: -r.bytes)
+    names = tuple(r.name for r in more)
+    return Refused(names, sum(r.bytes for r in more), least.peak) if names else None
+
+
+def settled(
+    found: Found, floor: Candidate, floor_bytes: int, plain: Candidate, least: int | None
+) -> Found:
+    """What was found, with its floor no higher than any peak that was reached.
+
+    Args:
+        found: What was found.
+        floor: Everything recomputed.
+        floor_bytes: Its peak, compiled or predicted with all that is known by now.
+        plain: The plain step.
+        least: The least compiled peak of any plan, bytes.
+    """
+    plain_bytes = plain.peak if isinstance(plain, CompiledCandidate) else None
+    known = [least, found.best.peak, plain_bytes]
+    known += [None if "floor" in found.estimates else found.floor]
+    least = min(floor_bytes, *filter(None, known))
+    estimated = estimates(floor, plain)
+    return replace(
+        found,
+        floor=least,
+        ceiling=max(least, found.ceiling if plain_bytes is None else plain_bytes),
+        estimates=tuple(name for name in found.estimates if name in estimated),
+    )
+
+
+def estimates(floor: Candidate, plain: Candidate) -> tuple[str, ...]:
+    """Which of "floor" and "ceiling" were not compiled."""
+    figures = {"floor": floor, "ceiling": plain}
+    return tuple(n for n, figure in figures.items() if not isinstance(figure, CompiledCandidate))
