@@ -107,7 +107,7 @@ class Program:
 
     def priced(self, overlap: Overlap) -> Price:
         """The same where it is known already what its compiled schedule hides."""
-        compute = program_seconds(self.graph, self.target.rates, self.target.platform)
+        compute = program_seconds(self.graph, self.target.rates, self.target.backend)
         return Price(compute, overlap.bytes_out, overlap.bytes_in, compute + overlap.exposed)
 
     def names(self) -> set[str]:
@@ -156,7 +156,7 @@ def traced(case: Case, target: str) -> Program:
 def recomputed(case: Case, target: str) -> Program:
     """The step of a case, built with `jdelta.remat`, with everything in its units recomputed."""
     step, found = staged(case, target)
-    emission = emit(step, Policy.of({}, found.loops, step.target.platform))
+    emission = emit(step, Policy.of({}, found.loops, step.target.backend))
     return Program(emission.timeline.graph, emission.lower, step.target, emission.options)
 
 

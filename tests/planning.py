@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from jdelta._src.backends.target import resolve
+from jdelta._src.backends.tpu import TPU
 from jdelta._src.regions.find import tracing
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import AS_WRITTEN, Session
@@ -41,7 +42,7 @@ def asking(plan, **other):
 
 def under(found, decisions, fun):
     """`fun` with its regions following the decisions."""
-    policy = Policy.of(decisions, found.loops, "tpu", together=found.together)
+    policy = Policy.of(decisions, found.loops, TPU, together=found.together)
 
     def run(*args):
         session = Session(policy, found.aliases, automatic=found.automatic, grouping=found.grouping)

@@ -69,7 +69,7 @@ def policy(step: Step, found: Trace, kept: float) -> Policy:
     free = tuple(dataclasses.replace(item, holding=0.0) for item in items.problem.items)
     problem = dataclasses.replace(items.problem, items=free, capacity=kept * whole)
     decisions = items.decisions(Knapsack().solve(problem).decisions)
-    return Policy.of(items.policy_decisions(decisions), found.loops, target.platform)
+    return Policy.of(items.policy_decisions(decisions), found.loops, target.backend)
 
 
 def error(r: Row) -> float:

@@ -143,7 +143,7 @@ def seconds(step: str, target: str, base: str, value: str | None) -> float:
     """What the compiled instructions of one plan take."""
     made, found, items = staged(step, target)
     names = items.policy_decisions(decided(items, base, value))
-    policy = Policy.of(names, found.loops, made.target.platform)
+    policy = Policy.of(names, found.loops, made.target.backend)
     emission = emit(made, policy)
     graph = emission.timeline.graph
     program = cases.Program(graph, emission.lower, made.target, emission.options)

@@ -16,6 +16,7 @@ from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.cpu import CPU
 from jdelta._src.backends.platforms import backend_of
 from jdelta._src.backends.target import published, resolve
+from jdelta._src.backends.tpu import TPU
 from jdelta._src.decision import Decision
 from jdelta._src.estimate.buffers import Compiler, storage
 from jdelta._src.estimate.memory import stored_sizes, timeline
@@ -53,7 +54,7 @@ def live_peak(fun, *args):
 def seconds(fun, *args):
     program = graph(fun, *args)
     roots = storage(program, PLAIN)
-    return [operation_seconds(program, op, roots, RATES, "cpu") for op in program.operations]
+    return [operation_seconds(program, op, roots, RATES, CPU) for op in program.operations]
 
 
 def test_calls_are_inlined_and_dead_code_left_out():
@@ -340,13 +341,13 @@ def test_cost_of_products_convolutions_and_the_rest():
     assert seconds(jnp.matmul, a, b) == [max(arithmetic, traffic)]
     slow = Rates(**{**vars(RATES), "matmul": (("float32", 1e12), ("float32 highest", 1e10))})
     exact = graph(lambda a, b: jnp.matmul(a, b, precision="highest"), a, b)
-    assert program_seconds(exact, slow, "cpu") == pytest.approx(100 * arithmetic)
+    assert program_seconds(exact, slow, CPU) == pytest.approx(100 * arithmetic)
     image = jax.ShapeDtypeStruct((1, 8, 32, 32), jnp.float32)
     kernel = jax.ShapeDtypeStruct((64, 8, 3, 3), jnp.float32)
     fast_memory = Rates(**{**vars(RATES), "bandwidth": 1e15})
     program = graph(lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), image, kernel)
     expected = 2 * 64 * 8 * (3 * 32 - 2) ** 2 / 1e12  # taps at the edges fall on padding
-    assert program_seconds(program, fast_memory, "cpu") == pytest.approx(expected)
+    assert program_seconds(program, fast_memory, CPU) == pytest.approx(expected)
     assert seconds(lambda x: jnp.reshape(x, (-1,)), X) == [0.0]
 
 
@@ -359,7 +360,7 @@ def test_of_a_stack_a_product_reads_its_own_slice():
     only_moving = dataclasses.replace(RATES, vector=1e18, matmul=(("float32", 1e18),))
     side = 64 * 64 * 4
     args = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), "f4")
-    moved = program_seconds(graph(step, *args), only_moving, "tpu") * only_moving.bandwidth
+    moved = program_seconds(graph(step, *args), only_moving, TPU) * only_moving.bandwidth
     assert moved == pytest.approx(4 * 3 * side)
 
 
@@ -432,7 +433,7 @@ MOVED = {
 def test_what_runs_together_reads_once_and_stacks_are_filled_and_copied_to(platform, fun):
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     only_moving = Rates(**{**vars(RATES), "vector": 1e18, "matmul": (("float32", 1e18),)})
-    moved = program_seconds(graph(fun, x), only_moving, platform) * RATES.bandwidth
+    moved = program_seconds(graph(fun, x), only_moving, backend_of(platform)) * RATES.bandwidth
     assert moved / (4 * 4096**2) == pytest.approx(MOVED[platform, fun], rel=0.02)
 
 
@@ -449,7 +450,7 @@ def test_what_runs_together_reads_once_and_stacks_are_filled_and_copied_to(platf
 def test_random_bits_cost_by_their_generator(generator, platform, each):
     key = jax.random.key(0, impl=generator)
     program = graph(lambda key: jax.random.bits(key, (1024,)), key)
-    taken = program_seconds(program, RATES, platform)
+    taken = program_seconds(program, RATES, backend_of(platform))
     assert taken == pytest.approx(each * 1024 / RATES.integer)
 
 

@@ -12,8 +12,11 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from jdelta._src.backends.chips import CHIPS, Rates
+from jdelta._src.backends.cpu import CPU
+from jdelta._src.backends.cuda import CUDA
 from jdelta._src.backends.platforms import backend_of
 from jdelta._src.backends.target import resolve
+from jdelta._src.backends.tpu import TPU
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.flops import how_priced, is_free, work
 from jdelta._src.estimate.seconds import program_seconds
@@ -159,11 +162,11 @@ def test_a_ragged_product_multiplies_each_row_once_on_a_tpu_and_once_for_each_gr
     assert operations(ragged, *ROWS) == once
     only = Rates((("float32", 1.0),), *[1e30] * 5)
     forward, backward = graph(ragged, *ROWS), graph(ragged_gradients, *ROWS)
-    assert program_seconds(forward, only, "tpu") == pytest.approx(once)
-    assert program_seconds(forward, only, "cuda") == pytest.approx(4 * once)
-    assert program_seconds(backward, only, "tpu") == pytest.approx(2 * once)
+    assert program_seconds(forward, only, TPU) == pytest.approx(once)
+    assert program_seconds(forward, only, CUDA) == pytest.approx(4 * once)
+    assert program_seconds(backward, only, TPU) == pytest.approx(2 * once)
     counted = jax.jit(ragged).lower(*ROWS).compile().cost_analysis()["flops"]
-    assert program_seconds(forward, only, "cpu") == pytest.approx(counted, rel=0.15)
+    assert program_seconds(forward, only, CPU) == pytest.approx(counted, rel=0.15)
 
 
 @needs_cuda
@@ -216,7 +219,7 @@ def test_a_linear_solve_takes_what_its_way_of_solving_does():
     (solve,) = (op for op in program.operations if op.primitive == "custom_linear_solve")
     assert how_priced(solve.primitive)
     # One factorization and two triangles, a little of other things.
-    assert program_seconds(program, only, "cpu") == pytest.approx((2 / 3 + 4) * 64**3, rel=0.15)
+    assert program_seconds(program, only, CPU) == pytest.approx((2 / 3 + 4) * 64**3, rel=0.15)
 
 
 def test_a_tridiagonal_system_takes_no_more_than_its_length():
@@ -239,7 +242,7 @@ def test_what_a_loop_updates_in_place_is_not_moved_whole():
         return fun
 
     row = shape(1024)
-    few, many = (program_seconds(graph(filled(n), row), ONLY_MOVING, "tpu") for n in (16, 64))
+    few, many = (program_seconds(graph(filled(n), row), ONLY_MOVING, TPU) for n in (16, 64))
     assert many == pytest.approx(4 * few)
     assert few == pytest.approx(16 * 2 * 4096, rel=0.1)
 
@@ -254,8 +257,8 @@ def test_what_is_read_afterwards_is_copied_to_be_updated():
 
     def updates(fun):
         x, y = shape(256, 256), shape(256)
-        product = program_seconds(graph(lambda x, y: x @ x, x, y), ONLY_MOVING, "cuda")
-        return program_seconds(graph(fun, x, y), ONLY_MOVING, "cuda") - product
+        product = program_seconds(graph(lambda x, y: x @ x, x, y), ONLY_MOVING, CUDA)
+        return program_seconds(graph(fun, x, y), ONLY_MOVING, CUDA) - product
 
     size = 4 * 256**2
     assert updates(once) == pytest.approx(2 * size, rel=0.02)  # of the sine alone
@@ -266,7 +269,7 @@ def seconds_of_product(chip, dtype, **options):
     x = shape(1024, 1024, dtype=dtype)
     program = graph(lambda x: lax.dot(x, x, **options), x)
     rates = CHIPS["cuda"][chip].rates
-    return program_seconds(program, rates, "cuda")
+    return program_seconds(program, rates, CUDA)
 
 
 def test_products_cost_by_the_type_they_are_made_in():
@@ -294,4 +297,4 @@ def test_bits_of_xlas_own_generators_are_priced(algorithm, each):
         return lax.rng_bit_generator(key, (1024,), algorithm=lax.RandomAlgorithm[algorithm])[1]
 
     only = Rates((("float32", 1e30),), 1e30, 1.0, *[1e30] * 3)
-    assert program_seconds(graph(fun, shape(4, dtype=jnp.uint32)), only, "tpu") == each * 1024
+    assert program_seconds(graph(fun, shape(4, dtype=jnp.uint32)), only, TPU) == each * 1024

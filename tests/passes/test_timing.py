@@ -84,7 +84,7 @@ def offloading(step, args, away=AWAY):
         for r in priced
     }
     names = items_of(priced, TARGET, 0.0, NO_PINS).policy_decisions(decisions)
-    policy = Policy.of(names, found.loops, TARGET.platform)
+    policy = Policy.of(names, found.loops, TARGET.backend)
 
     def planned(*args):
         with _jax.session_context(Session(policy, found.aliases)):
@@ -441,10 +441,16 @@ def test_a_loop_may_fetch_nothing_but_what_all_its_iterations_read(platform):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize(
     ("model", "scan"),
-    [("gpt2", False), ("gpt2", True), ("bert-base", False), ("llama", True), ("t5-large", True)],
+    [
+        ("gpt2", False),
+        ("gpt2", True),
+        pytest.param("bert-base", False, marks=pytest.mark.full),
+        ("llama", True),
+        ("t5-large", True),
+    ],
 )
 def test_models_train_the_same_with_everything_offloaded(model, scan, platform):
-    config = dataclasses.replace(find(model).small(), scan=scan, layers=4)
+    config = dataclasses.replace(find(model).small(), scan=scan, layers=3)
     case = config.case(model, jdelta.remat)
     state, batch = case.init(0)
     staged, gone = offloading(case.grads, (state, batch), ("*",))

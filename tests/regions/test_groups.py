@@ -12,6 +12,7 @@ from benchmarks.models import build
 from jdelta import BudgetError, Decision, PlanMismatchError
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
+from jdelta._src.backends.tpu import TPU
 from jdelta._src.hlo.measure import measure
 from jdelta._src.passes.emit import Step, emit
 from jdelta._src.passes.program import Context, Program
@@ -181,7 +182,7 @@ def test_a_layer_of_a_backward_loop_begins_when_those_after_it_are_through():
 def test_layers_apart_are_too_much_for_a_policy_alone():
     step = stack(layer)
     found = trace(step, *ARGS, grouping=Grouping(2))
-    policy = Policy.of(halves(found), found.loops, "tpu")
+    policy = Policy.of(halves(found), found.loops, TPU)
     run = jdelta.remat(layer, policy=policy)
     with pytest.raises(PlanMismatchError, match="per_layer=False"):
         jax.grad(lambda ws: mean_square(jax.lax.scan(run, ARGS[1], ws)[0]))(ARGS[0])
@@ -196,7 +197,7 @@ def test_what_half_of_the_layers_keep_takes_half_the_memory():
     all_alike = [dict.fromkeys(half, d) for d in (Decision.RECOMPUTE, Decision.SAVE)]
     peaks: list[int] = []
     for decisions in (all_alike[0], half, all_alike[1]):
-        placed, policy = target.abstract(args), Policy.of(decisions, found.loops, "tpu")
+        placed, policy = target.abstract(args), Policy.of(decisions, found.loops, TPU)
         made = Step(step, placed, (), target, found.aliases, found.automatic, found.grouping)
         peaks.append(measure(emit(made, policy).lower(), target)[1].peak)
     nothing, some, everything = peaks
@@ -213,7 +214,7 @@ def test_layers_apart_are_never_slower(share):
     )
     assert apart.compiled_peak <= apart.budget
     assert apart.overhead <= alike.overhead
-    assert apart.compiles <= 5  # with a floor that is not foretold
+    assert apart.compiles <= 6  # with a floor that is not foretold; at full effort 5
 
 
 @needs_cuda
@@ -395,7 +396,7 @@ def test_a_loop_that_is_unrolled_takes_no_more_than_by_hand(unroll, target):
     policy = Policy.of(
         dict.fromkeys(names, Decision.RECOMPUTE),
         found.loops,
-        target.platform,
+        target.backend,
         together=found.together,
     )
     made = Step(step, args, (0,), target, found.aliases, found.automatic)
@@ -407,7 +408,7 @@ def test_layers_that_an_iteration_runs_together_are_shielded():
     step, args = unrolled(2)
     found = trace(step, *args)
     looped, apart = found.regions
-    policy = Policy.of({}, found.loops, "tpu", together=found.together)
+    policy = Policy.of({}, found.loops, TPU, together=found.together)
     assert found.together == {looped.name}
     assert all(policy.prevents_cse(region.name) for region in (looped, apart))
     assert not trace(*unrolled(1)[:1], *args).together

@@ -7,6 +7,7 @@ import pytest
 
 import jdelta
 from jdelta._src import _jax
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.program.names import add_names
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.random_bits import with_written_bits
@@ -118,7 +119,7 @@ def test_plans_for_a_tpu_write_masks_forward_and_recomputed(platform, count):
     def step(w, x):
         return jax.grad(lambda w: jnp.sum(unit(w, x) ** 2))(w)
 
-    policy = Policy.of({}, {"unit_0": 0}, platform)
+    policy = Policy.of({}, {"unit_0": 0}, backend_of(platform))
     session = Session(policy, {"unit#0": "unit_0"})
 
     def planned(w, x):

@@ -92,8 +92,24 @@ def near(i, r):
     return (Decision.SAVE, Decision.RECOMPUTE)[i % 2]
 
 
+EAGER = {"jvp", "vjp", "vmap of grad"}
+"""Evaluated equation by equation too, as outside of ``jax.jit``."""
+
+
 def marked(stack, unit):
     return functools.partial(stack, jdelta.remat(unit), x=X)
+
+
+@functools.cache
+def plain(transform, stack, unit=unit):
+    """What the function without marks and plans gives."""
+    of = functools.partial(TRANSFORMS[transform], functools.partial(stack, unit, x=X))
+    return jax.jit(of)(W)
+
+
+@functools.cache
+def plain_step(make):
+    return jax.jit(make(unit))(W)
 
 
 def planned_loss(stack, decide, unit=unit):
@@ -107,26 +123,25 @@ def planned_loss(stack, decide, unit=unit):
 @STACKS
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_functions_with_marks(transform, stack):
-    of = TRANSFORMS[transform]
-    assert_close(of(marked(stack, unit), W), of(functools.partial(stack, unit, x=X), W))
+    of = functools.partial(TRANSFORMS[transform], marked(stack, unit))
+    run = of if transform in EAGER else jax.jit(of)
+    assert_close(run(W), plain(transform, stack))
 
 
 @STACKS
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_functions_under_a_plan(transform, stack):
-    of = TRANSFORMS[transform]
-    expected = of(functools.partial(stack, unit, x=X), W)
     decide = near if transform in TWICE_REVERSE else mixed
-    assert_close(jax.jit(functools.partial(of, planned_loss(stack, decide)))(W), expected)
+    run = functools.partial(TRANSFORMS[transform], planned_loss(stack, decide))
+    assert_close(jax.jit(run)(W), plain(transform, stack))
 
 
 @STACKS
 @pytest.mark.parametrize("transform", ["vjp", "jacrev", "vmap of grad", "grad of vmap"])
 def test_functions_with_a_custom_vjp_under_a_plan(transform, stack):
-    of = TRANSFORMS[transform]
-    expected = of(functools.partial(stack, with_custom_vjp, x=X), W)
     run = planned_loss(stack, mixed, with_custom_vjp)
-    assert_close(jax.jit(functools.partial(of, run))(W), expected)
+    got = jax.jit(functools.partial(TRANSFORMS[transform], run))(W)
+    assert_close(got, plain(transform, stack, with_custom_vjp))
     with pytest.raises(TypeError, match="forward-mode"):
         FORWARD["jvp"](run, W)
 
@@ -145,8 +160,8 @@ def test_vmap_over_a_marked_function(mark, outside):
         return jnp.sum(run(w[0], rows) ** 2)
 
     step = jax.grad(functools.partial(loss, run))
-    expected = jax.grad(functools.partial(loss, jax.vmap(unit, (None, 0))))(W)
-    assert_close(step(W), expected)
+    expected = jax.jit(jax.grad(functools.partial(loss, jax.vmap(unit, (None, 0)))))(W)
+    assert_close(jax.jit(step)(W), expected)
     found, priced, decisions = decided(step, lambda i, r: Decision.SAVE, W)
     assert len(found.regions) == 1
     assert {r.shape for r in priced if r.producer == "tanh"} == {(5, ROWS, WIDTH)}
@@ -232,7 +247,7 @@ def test_steps(make, mark, decide):
     step = make(mark(unit))
     found, _, decisions = decided(step, decide, W)
     assert found.automatic is (mark is not jdelta.remat)
-    assert_close(jax.jit(under(found, decisions, step))(W), make(unit)(W))
+    assert_close(jax.jit(under(found, decisions, step))(W), plain_step(make))
 
 
 @pytest.mark.parametrize("make", [hvp_step, per_example_step, jacobian_step])
@@ -240,7 +255,7 @@ def test_steps_with_offload(make):
     step = make(jdelta.remat(unit))
     found, _, decisions = decided(step, mixed, W)
     assert Decision.OFFLOAD in decisions.values()
-    assert_close(jax.jit(under(found, decisions, step))(W), make(unit)(W))
+    assert_close(jax.jit(under(found, decisions, step))(W), plain_step(make))
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -249,7 +264,7 @@ def test_plans_of_steps(make):
     step = make(jdelta.remat(unit))
     plan = jdelta.plan(step, "1MiB", W, pin={"*": "recompute"})
     assert Decision.RECOMPUTE in plan.decisions.values()
-    assert_close(plan.jit()(W), make(unit)(W))
+    assert_close(plan.jit()(W), plain_step(make))
 
 
 def searched(step, pin):

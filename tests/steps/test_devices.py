@@ -24,6 +24,7 @@ from benchmarks.plans.sharded import Cut, case
 from jdelta import Decision
 from jdelta._src import _jax
 from jdelta._src._jax.sharding import Axis, local_shape, shardings_of
+from jdelta._src.backends.cpu import CPU
 from jdelta._src.backends.target import resolve
 from jdelta._src.estimate.collectives import Collective, collectives
 from jdelta._src.hlo.measure import measure
@@ -175,7 +176,7 @@ def test_the_compiled_program_takes_these_bytes_for_what_is_kept(kind):
         step = Step(fun, args, (0,), target, found.aliases)
         kept = [r for region in found.regions for r in residuals(region, target) if r.needed]
         for decision in (Decision.SAVE, Decision.RECOMPUTE):
-            policy = Policy.of({r.name: decision for r in kept}, found.loops, "cpu")
+            policy = Policy.of({r.name: decision for r in kept}, found.loops, CPU)
             peaks[decision] = measure(emit(step, policy).lower(), target)[1].temporaries
     more = peaks[Decision.SAVE] - peaks[Decision.RECOMPUTE]
     assert more == pytest.approx(sum(r.bytes for r in kept), rel=0.25)

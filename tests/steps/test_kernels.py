@@ -353,7 +353,7 @@ def test_kernels_run_as_often_as_planned_in_the_compiled_program(fun, target, ca
     calls, host = {}, {}
     for decision in (Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE):
         decisions = {r.name: decision for r in residuals(region, target)}
-        policy = Policy.of(decisions, found.loops, target.platform)
+        policy = Policy.of(decisions, found.loops, target.backend)
         emission = emit(Step(step, args, (), target, found.aliases), policy)
         compiled = emission.lower().compile(dict(emission.options))
         calls[decision] = compiled.as_text().count(f'custom_call_target="{call}')
@@ -378,7 +378,7 @@ def work(fun, *args):
     program = graph_of(jax.make_jaxpr(fun)(*args))
     (op,) = [op for op in program.operations if op.primitive != "transpose"]
     roots = storage(program, Compiler(CPU))
-    return operation_seconds(program, op, roots, rates, "cpu")
+    return operation_seconds(program, op, roots, rates, CPU)
 
 
 def product_kernel(x_ref, y_ref, o_ref):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import jdelta
 from jdelta._src import _jax
+from jdelta._src.backends.cpu import CPU
 from jdelta._src.backends.platforms import BACKENDS
 from jdelta._src.backends.target import resolve
 from jdelta._src.decision import Decision
@@ -89,7 +90,7 @@ def test_results_equal_the_plain_step(layers):
         found, by_name = planned(step, args, decisions, pins)
         planned_step = under(found, by_name, step)
         check(jax.jit(planned_step)(*args), expected)
-        policy = Policy.of(by_name, found.loops, TARGET.platform)
+        policy = Policy.of(by_name, found.loops, TARGET.backend)
         placed = TARGET.abstract(args)
         emit(Step(step, placed, (), TARGET, found.aliases, automatic=found.automatic), policy)
         staged = jax.make_jaxpr(planned_step)(*args)
@@ -121,7 +122,7 @@ def test_what_enters_a_unit_is_moved_where_it_is_said_to_be_read(layers, tmp_pat
         priced = with_boundaries(found, target)
         given = {r.name: Decision.SPILL if r.boundary else Decision.SAVE for r in priced}
         names = given | {r.entering: given[r.name] for r in priced if r.entering}
-        policy = Policy.of(names, found.loops, "cpu", partly=found.partly)
+        policy = Policy.of(names, found.loops, CPU, partly=found.partly)
         planned_step = Step(step, args, (), target, found.aliases, found.automatic, store=store)
         moved = {place.name for place in emit(planned_step, policy).spilled.places.values()}
         read = {r.name for r in priced if r.boundary and r.needed}

@@ -19,6 +19,7 @@ from benchmarks.models import build, identity
 from jdelta import Decision
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
+from jdelta._src.backends.tpu import TPU
 from jdelta._src.program.graph import graph_of
 from jdelta._src.program.loop_nest import walk
 from jdelta._src.program.primitives import MATMULS
@@ -89,7 +90,7 @@ def test_exactly_the_planned_residuals_are_kept(step, share, remat):
     }
     outputs = kept - saved  # of a region, and so inputs of what comes after it
     assert saved <= kept
-    region = Policy.of(decisions, found.loops, "tpu")._region
+    region = Policy.of(decisions, found.loops, TPU)._region
     regions = Counter(map(region, outputs))
     assert all(count <= 2 for count in regions.values()), (outputs, regions)
 

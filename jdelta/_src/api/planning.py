@@ -385,7 +385,7 @@ def _plan(
             spill_rates=rates,
             overlap=measurement.overlap,
             overhead=max(0.0, best.overhead - own) if best.decisions else 0.0,
-            step_seconds=program_seconds(found.graph, where.rates, where.platform) + own,
+            step_seconds=program_seconds(found.graph, where.rates, where.backend) + own,
             undone=measurement.undone,
         ),
         search=SearchRecord(

@@ -15,8 +15,8 @@ import numpy as np
 from jax.lax import Precision
 
 from jdelta._src._jax import scan_counts
+from jdelta._src.backends.backend import Backend
 from jdelta._src.backends.chips import Rates, product_kind
-from jdelta._src.backends.platforms import backend_of
 from jdelta._src.estimate.buffers import Compiler, storage
 from jdelta._src.estimate.collectives import collective_seconds
 from jdelta._src.estimate.flops import is_free, programs, work
@@ -33,7 +33,7 @@ def operation_seconds(
     op: Operation,
     roots: Sequence[frozenset[int]],
     rates: Rates,
-    platform: str,
+    backend: Backend,
     there: frozenset[int] = frozenset(),
 ) -> float:
     """Seconds of one execution of an operation on one device.
@@ -43,27 +43,27 @@ def operation_seconds(
         op: The operation.
         roots: For each value the buffers it is read from, as ``storage`` gives them.
         rates: Rates of the target.
-        platform: Platform of the target.
+        backend: Compiler and devices of the target.
         there: Buffers that it need not read: it runs along with what does, or changes a part of
             them in place.
     """
     if op.body is not None:
-        return max(_loop_seconds(op, body, rates, platform) for body in op.bodies)
+        return max(_loop_seconds(op, body, rates, backend) for body in op.bodies)
     if is_free(op):
         return 0.0
     moved = moved_bytes(graph, op, roots, there) / rates.bandwidth
-    compiler = Compiler(backend_of(platform))
+    compiler = Compiler(backend)
     arithmetic = _arithmetic(graph, op, rates, compiler)
     masked = compiler.masked_copies(graph, op) / rates.bandwidth
     return max(arithmetic, moved) + masked + collective_seconds(graph, op, rates)
 
 
-def _loop_seconds(op: Operation, body: Graph, rates: Rates, platform: str) -> float:
+def _loop_seconds(op: Operation, body: Graph, rates: Rates, backend: Backend) -> float:
     """Seconds of all iterations of a loop, or of a branch."""
-    compiler = Compiler(backend_of(platform))
+    compiler = Compiler(backend)
     roots = storage(body, compiler)
     stacked = stacked_bytes(op, body, roots, compiler) / rates.bandwidth
-    return op.trips * (stacked + sum(_each(body, roots, rates, platform, _carried(op, body))))
+    return op.trips * (stacked + sum(_each(body, roots, rates, backend, _carried(op, body))))
 
 
 def _carried(op: Operation, body: Graph) -> Sequence[int]:
@@ -150,25 +150,25 @@ def _inside(body: Graph, rates: Rates, compiler: Compiler) -> float:
     return seconds
 
 
-def each_seconds(graph: Graph, rates: Rates, platform: str) -> list[float]:
+def each_seconds(graph: Graph, rates: Rates, backend: Backend) -> list[float]:
     """Seconds of each operation of a whole program, one after the other, nothing overlapped."""
-    return _each(graph, storage(graph, Compiler(backend_of(platform))), rates, platform)
+    return _each(graph, storage(graph, Compiler(backend)), rates, backend)
 
 
 def _each(
     graph: Graph,
     roots: Sequence[frozenset[int]],
     rates: Rates,
-    platform: str,
+    backend: Backend,
     own: Sequence[int] = (),
 ) -> list[float]:
-    spared = spared_reads(graph, roots, Compiler(backend_of(platform)), own)
+    spared = spared_reads(graph, roots, Compiler(backend), own)
     return [
-        operation_seconds(graph, op, roots, rates, platform, spared.get(index, frozenset()))
+        operation_seconds(graph, op, roots, rates, backend, spared.get(index, frozenset()))
         for index, op in enumerate(graph.operations)
     ]
 
 
-def program_seconds(graph: Graph, rates: Rates, platform: str) -> float:
+def program_seconds(graph: Graph, rates: Rates, backend: Backend) -> float:
     """Seconds of a whole program, operation after operation, nothing overlapped."""
-    return sum(each_seconds(graph, rates, platform))
+    return sum(each_seconds(graph, rates, backend))

@@ -52,7 +52,7 @@ class Clock:
     def seconds(self, program: Jaxpr) -> float:
         """Roofline seconds of a whole program."""
         graph = graph_of(program, self.shardings)
-        return program_seconds(graph, self.rates, self.backend.platform)
+        return program_seconds(graph, self.rates, self.backend)
 
     def bytes(self, var: Var) -> int:
         """Bytes of a value on one device, wherever it is."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jdelta._src import _jax
-from jdelta._src.backends.platforms import backend_of
+from jdelta._src.backends.backend import Backend
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
 from jdelta._src.program.names import RegionName
@@ -56,7 +56,7 @@ class Policy:
         cls,
         decisions: Mapping[str, Decision],
         regions: Mapping[str, int],
-        platform: str,
+        backend: Backend,
         *,
         least: bool = False,
         partly: frozenset[str] = frozenset(),
@@ -67,7 +67,7 @@ class Policy:
         Args:
             decisions: From names to decisions.
             regions: From the regions that they are for to the number of loops around each.
-            platform: Platform of the target.
+            backend: Compiler and devices of the target.
             least: Whether the least memory matters more than hiding transfers.
             partly: Those regions of which some inexact argument is not differentiated.
             together: Those regions that run several times in an iteration of a loop.
@@ -83,7 +83,7 @@ class Policy:
             spilled=names[Decision.SPILL],
             together=together,
         )
-        written = backend_of(platform).passes.written_bits
+        written = backend.passes.written_bits
         return replace(policy, writes_bits=written and not policy.is_by_hand)
 
     def __call__(self, prim: Any, /, *avals: Any, **params: Any) -> Any:

@@ -134,7 +134,7 @@ def _stretches(
 ) -> Iterator[tuple[float, int, str, _Alive]]:
     """Length, bytes, operation and largest buffers of each part of a program's run."""
     graph, compiler = line.graph, Compiler(target.backend)
-    each = each_seconds(graph, target.rates, target.platform)
+    each = each_seconds(graph, target.rates, target.backend)
     for index, alive in enumerate(_alive(line, rename)):
         op, seconds = graph.operations[index], each[index]
         live = base + line.live[index]
@@ -142,7 +142,7 @@ def _stretches(
             yield seconds, live, "/".join((*op.scope, op.primitive)), alive
             continue
         inner = body_timeline(op, op.body, compiler)
-        times = seconds / (program_seconds(op.body, target.rates, target.platform) or 1.0)
+        times = seconds / (program_seconds(op.body, target.rates, target.backend) or 1.0)
         under = live - inner.peak
         for length, inside, what, more in _stretches(inner, target, under, rename):
             largest = sorted((*alive, *more), key=lambda a: -a[1])[:_NAMED]

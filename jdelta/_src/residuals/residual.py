@@ -214,7 +214,7 @@ class _Analysis:
         target = self.target
         if op.primitive == TRANSFER:  # a weight that is kept on the host is fetched again
             return sum(self.graph.values[v].bytes for v in op.outputs) / target.rates.host_to_device
-        return operation_seconds(self.graph, op, roots, target.rates, target.platform, there)
+        return operation_seconds(self.graph, op, roots, target.rates, target.backend, there)
 
     def _chain(
         self, op: Operation, below: Mapping[int, _Chain], found: Mapping[int, Residual]

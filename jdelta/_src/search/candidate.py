@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 
 from jdelta._src import _jax
-from jdelta._src.backends.platforms import backend_of
+from jdelta._src.backends.backend import Backend
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.estimate.memory import Timeline
@@ -145,7 +145,7 @@ def too_small(
     floor: CompiledCandidate,
     least: int,
     residuals: Sequence[Residual],
-    platform: str,
+    backend: Backend,
 ) -> BudgetError:
     """The error of a budget below the floor.
 
@@ -154,7 +154,7 @@ def too_small(
         floor: Everything recomputed, compiled.
         least: The least compiled peak of any plan, that of the floor or below it, bytes.
         residuals: Residuals of the step.
-        platform: Platform of the target.
+        backend: Compiler and devices of the target.
     """
     decisions = floor.decisions or {}
     inside = (r for r in residuals if not r.boundary and decisions[r.name] is Decision.SAVE)
@@ -169,7 +169,7 @@ def too_small(
         f"{few}{away} the step still needs {format_bytes(floor.peak)} per device"
         f"{_largest(floor.emission.timeline)}. Raise the budget to {_floor(least, floor)}, "
         "donate the state (donate_argnums), make the batch smaller, or mark smaller units with "
-        f"jdelta.remat.{_merged(floor, residuals, platform)}",
+        f"jdelta.remat.{_merged(floor, residuals, backend)}",
         floor=least,
     )
 
@@ -186,7 +186,7 @@ def above_plain(
     plain: CompiledCandidate,
     floor: CompiledCandidate,
     residuals: Sequence[Residual],
-    platform: str,
+    backend: Backend,
 ) -> BudgetError:
     """The error of a budget below the plain step, which takes less than everything recomputed.
 
@@ -195,14 +195,14 @@ def above_plain(
         plain: The plain step, compiled.
         floor: Everything recomputed, compiled.
         residuals: Residuals of the step.
-        platform: Platform of the target.
+        backend: Compiler and devices of the target.
     """
     return BudgetError(
         f"The budget of {format_bytes(bound)} is below the floor: the step as it is needs "
         f"{format_bytes(plain.peak)} per device{_largest(plain.emission.timeline)}, and with every "
         f"residual recomputed {format_bytes(floor.peak)}, which is no less. Raise the budget to "
         "the floor, donate the state (donate_argnums), make the batch smaller, or mark smaller "
-        f"units with jdelta.remat.{_merged(floor, residuals, platform)}",
+        f"units with jdelta.remat.{_merged(floor, residuals, backend)}",
         floor=plain.peak,
     )
 
@@ -237,7 +237,7 @@ def nothing_kept(bound: int, plain: CompiledCandidate, uncut: str) -> BudgetErro
     )
 
 
-def _merged(floor: CompiledCandidate, residuals: Sequence[Residual], platform: str) -> str:
+def _merged(floor: CompiledCandidate, residuals: Sequence[Residual], backend: Backend) -> str:
     """What to do about a compiler that merges recompute with what it repeats."""
     undone = set(floor.measurement.undone)
     kept = sorted((r for r in residuals if r.name in undone), key=lambda r: -r.bytes)
@@ -245,7 +245,7 @@ def _merged(floor: CompiledCandidate, residuals: Sequence[Residual], platform: s
         return ""
     names = format_some([r.name for r in kept], 3)
     said = f" The compiler keeps {format_bytes(sum(r.bytes for r in kept))} all the same ({names})"
-    if not backend_of(platform).tolerances.undoes_recompute:
+    if not backend.tolerances.undoes_recompute:
         return (
             f"{said}: it takes their recompute for what it repeats, and undoes it. Run the layers "
             "under jax.lax.scan, where the two are apart."

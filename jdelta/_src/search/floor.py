@@ -40,8 +40,8 @@ def fitting_floor(proposals: Proposals, attempts: Attempts, bound: int) -> Compi
         floor = _deep(proposals, attempts, floor)
     if floor.peak > bound:
         least = min(filter(None, (floor.peak, attempts.compiles.least)))
-        residuals, platform = proposals.items.residuals, proposals.step.target.platform
-        raise too_small(bound, floor, least, residuals, platform)
+        residuals, backend = proposals.items.residuals, proposals.step.target.backend
+        raise too_small(bound, floor, least, residuals, backend)
     return floor
 
 

@@ -176,7 +176,7 @@ class Proposals:
     def seconds(self, candidate: Candidate) -> float:
         """Of a step, by the instructions of its program as traced."""
         target, graph = self.step.target, candidate.emission.timeline.graph
-        return program_seconds(graph, target.rates, target.platform)
+        return program_seconds(graph, target.rates, target.backend)
 
     def solved_seconds(self, problem: Problem) -> float:
         """What the solver's decisions add to the step."""
@@ -190,7 +190,7 @@ class Proposals:
         return Policy.of(
             names,
             trace.loops,
-            self.step.target.platform,
+            self.step.target.backend,
             least=least,
             partly=trace.partly,
             together=trace.together,

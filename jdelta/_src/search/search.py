@@ -169,7 +169,7 @@ class Search:
         target = self.step.target
         if not any(op.again for op, _ in walk(self._plain.emission.timeline.graph)):
             return 0.0
-        without = program_seconds(self.trace.graph, target.rates, target.platform)
+        without = program_seconds(self.trace.graph, target.rates, target.backend)
         return max(0.0, self.proposals.seconds(self._plain) - without)
 
     def _improve(self, bound: int, most: int) -> tuple[CompiledCandidate, Candidate]:
@@ -246,8 +246,8 @@ class Search:
             return self._found(best, bound, best)
         if self._is_free and error.floor is not None and plain.peak < error.floor:
             floor = self.attempts.compile(self.proposals.floor())
-            residuals, platform = self.items.residuals, self.step.target.platform
-            raise above_plain(bound, plain, floor, residuals, platform) from None
+            residuals, backend = self.items.residuals, self.step.target.backend
+            raise above_plain(bound, plain, floor, residuals, backend) from None
         raise error
 
     def _known(self, bound: int, floor: Candidate) -> Candidate | None:
