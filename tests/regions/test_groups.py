@@ -26,7 +26,7 @@ from tests.compilers import TARGETS, needs_cuda
 from tests.frameworks import LAYERS, STEPS, block, mean_square, plain
 from tests.planning import planned, under
 
-SCANNED = sorted(STEPS.keys() - {"U-Net"})
+FLAX_AND_HAIKU = ["Flax Linen", "Flax NNX", "Haiku"]
 
 
 def loops(program):
@@ -59,8 +59,17 @@ def assert_equal(got, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("group", [2, 3])
-@pytest.mark.parametrize("framework", SCANNED)
+@pytest.mark.parametrize(
+    ("framework", "group"),
+    [
+        ("plain JAX", 2),
+        ("plain JAX", 3),
+        ("Equinox", 2),
+        pytest.param("Equinox", 3, marks=pytest.mark.full),
+        *((framework, 3) for framework in FLAX_AND_HAIKU),
+        *(pytest.param(framework, 2, marks=pytest.mark.full) for framework in FLAX_AND_HAIKU),
+    ],
+)
 def test_results_equal_the_plain_step(framework, group):
     step, args = STEPS[framework](64, 32, scan=True)
     found = trace(step, *args, grouping=Grouping(group))
@@ -205,7 +214,7 @@ def test_what_half_of_the_layers_keep_takes_half_the_memory():
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("share", [0.55, 0.4])
+@pytest.mark.parametrize("share", [pytest.param(0.55, marks=pytest.mark.full), 0.4])
 def test_layers_apart_are_never_slower(share):
     step, args = plain(32768, 512, scan=True)
     apart, alike = (
@@ -234,7 +243,14 @@ def test_layers_apart_are_not_used_where_they_take_longer_by_their_instructions(
 # Nested
 
 
-@pytest.mark.parametrize("framework", SCANNED)
+@pytest.mark.parametrize(
+    "framework",
+    [
+        "plain JAX",
+        "Equinox",
+        *(pytest.param(framework, marks=pytest.mark.full) for framework in FLAX_AND_HAIKU),
+    ],
+)
 def test_nested_results_equal_the_plain_step(framework):
     step, args = STEPS[framework](64, 32, scan=True)
     found = trace(step, *args, grouping=Grouping(3, nested=True))
@@ -265,7 +281,9 @@ def test_nested_layers_whose_shapes_are_asked_for_first():
     assert_equal(run(*args), jax.jit(step)(*args))
 
 
-@pytest.mark.parametrize("target", ["cpu", pytest.param("tpu:v5e:2x2", marks=pytest.mark.compiler)])
+@pytest.mark.parametrize(
+    "target", ["cpu", pytest.param("tpu:v5e:2x2", marks=[pytest.mark.compiler, pytest.mark.full])]
+)
 def test_nested_checkpoints_reach_below_the_floor(target, tmp_path):
     """With nothing on the host, recompute cannot do without what enters each layer."""
     step = stack(layer)
@@ -311,8 +329,15 @@ def unrolled(unroll, *, reverse=False, marked=True):
     return step, (w, jax.random.split(jax.random.key(1), UNROLLED), jnp.ones((8, 64)))
 
 
-@pytest.mark.parametrize("marked", [True, False])
-@pytest.mark.parametrize("reverse", [True, False])
+@pytest.mark.parametrize(
+    ("reverse", "marked"),
+    [
+        (False, True),
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.full),
+        pytest.param(True, True, marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize(
     ("unroll", "looped", "count"), [(1, 1, 1), (2, 1, 2), (3, 0, 5), (UNROLLED, 0, 5), (True, 0, 5)]
 )

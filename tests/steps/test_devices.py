@@ -380,8 +380,9 @@ def test_specifications_are_read_part_by_part():
 
 SMALL = {"name": "llama-160m", "length": 512}
 AHEAD = [
+    Cut(SMALL, "tpu:v5e:2x2", 2, 2, 8),
     pytest.param(Cut(SMALL, "tpu:v6e:4x4", 4, 4, 16), marks=pytest.mark.full),
-    Cut(SMALL, "tpu:v5p:4x4x4", 16, 4, 64),
+    pytest.param(Cut(SMALL, "tpu:v5p:4x4x4", 16, 4, 64), marks=pytest.mark.full),
     pytest.param(Cut(SMALL, "cuda:h100:1x1x8", 8, 1, 32), marks=needs_cuda),
 ]
 
@@ -392,7 +393,7 @@ def test_ahead_of_time_the_peak_of_a_device_is_within_the_budget(cut):
     made = case(cut, remat=jdelta.remat)
     pin = {"block/mlp/mlpwi_0": "offload"} if "v5p" not in cut.target else {}
     options = {"donate_argnums": 0, "pin": pin, "per_layer": False}
-    share = 0.7 if "v6e" in cut.target else 0.4  # on a GPU more is not worth its copies
+    share = 0.4 if "v5p" in cut.target or "cuda" in cut.target else 0.7  # more is not worth copies
     plan = jdelta.plan(made.step, share, made.state, made.batch, target=cut.target, **options)
     assert plan.floor <= plan.compiled_peak <= plan.budget < plan.ceiling
     assert plan.predicted_peak == pytest.approx(plan.compiled_peak, rel=0.05)
