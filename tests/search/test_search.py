@@ -66,7 +66,7 @@ def uses_the_budget(deviation, share, target, monkeypatch):
 
     monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", measured)
-    ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(LAYERS)]
+    ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(LAYERS // 2)]
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     plan = jdelta.plan(step, share, ws, x, target=target)
     assert 0.93 * plan.budget <= plan.compiled_peak <= plan.budget

@@ -278,8 +278,17 @@ SCANNED = [
 
 
 @pytest.mark.compiler
-@MARKS
-@pytest.mark.parametrize("habit", SCANNED)
+@pytest.mark.parametrize(
+    ("habit", "remat"),
+    [
+        *(pytest.param(habit, jdelta.remat, id=f"{habit}-marked") for habit in SCANNED),
+        pytest.param("accumulation", identity, id="accumulation-found"),
+        *(
+            pytest.param(habit, identity, id=f"{habit}-found", marks=pytest.mark.full)
+            for habit in SCANNED[1:]
+        ),
+    ],
+)
 def test_plans_fit(habit, remat):
     rows = 32768 if habit in ("accumulation", "vmapped loss") else 8192
     step, (state, batch) = TRAINERS[habit](rows, 512, remat)
