@@ -9,7 +9,7 @@ import pytest
 
 from tests.flags import flags
 
-# Tracing makes millions of objects that live as long as the trace: collecting seldom spares a tenth.
+# Tracing makes millions of objects that live as long as it does: collecting seldom saves a tenth.
 gc.freeze()
 gc.set_threshold(100_000, 20, 50)
 

@@ -380,7 +380,6 @@ def test_specifications_are_read_part_by_part():
 
 SMALL = {"name": "llama-160m", "length": 512}
 AHEAD = [
-    Cut(SMALL, "tpu:v5e:2x2", 2, 2, 8),
     pytest.param(Cut(SMALL, "tpu:v6e:4x4", 4, 4, 16), marks=pytest.mark.full),
     pytest.param(Cut(SMALL, "tpu:v5p:4x4x4", 16, 4, 64), marks=pytest.mark.full),
     pytest.param(Cut(SMALL, "cuda:h100:1x1x8", 8, 1, 32), marks=needs_cuda),
@@ -405,6 +404,24 @@ def test_ahead_of_time_the_peak_of_a_device_is_within_the_budget(cut):
         held = {math.prod(map(int, shape.split(","))) * 4 for shape in shapes}
         assert size in held
         assert held <= {size, size // 12}
+
+
+@pytest.mark.compiler
+def test_ahead_of_time_what_is_offloaded_is_cut_as_on_the_device():
+    """The same of one small stack, for every run of the tests."""
+    parallel = PARALLEL["tensor"]
+    rows, width, hidden = 65536, 512, 2048
+    args = parallel.shapes(parallel.mesh, rows=rows, width=width, hidden=hidden)
+    options = {"target": "tpu:v5e:2x4", "pin": {"dense/dot_general": "offload"}}
+    plan = jdelta.plan(parallel.step(jdelta.remat), 0.7, *args, **options)
+    assert plan.floor <= plan.compiled_peak <= plan.budget < plan.ceiling
+    data, model = parallel.axes.values()
+    size = LAYERS * (rows // data) * (hidden // model) * 4
+    assert {r.name: r.bytes for r in plan.residuals}["dense/dot_general"] == size
+    assert plan.host_bytes == size
+    shapes = re.findall(r"f32\[([\d,]+)\]{[^}]*S\(5\)", plan.compiled.as_text())
+    held = {math.prod(map(int, shape.split(","))) * 4 for shape in shapes}
+    assert size in held <= {size, size // LAYERS}
 
 
 def mean_of_layers(w, x):
