@@ -23,7 +23,7 @@ jax.config.update("jax_num_cpu_devices", DEVICES)
 QUICK = "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
 if jax.__version_info__ < (0, 11):  # its older way to write kernels takes a quarter less time
     QUICK += " --xla_cpu_use_fusion_emitters=false"
-EFFORT = float(os.environ.get("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "-1"))
+EFFORT = float(os.environ.setdefault("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "-1"))  # of examples too
 os.environ.setdefault("XLA_FLAGS", QUICK)
 jax.config.update("jax_exec_time_optimization_effort", EFFORT)
 
