@@ -14,7 +14,7 @@ from tests.programs import PROGRAMS, unmarked
 from tests.sines import layer
 from tests.stand_in import EXACT, lowering_to_itself, saying_what_is_predicted
 
-LAYERS, ROWS, WIDTH = 48, 8192, 512
+LAYERS, ROWS, WIDTH = 36, 8192, 512
 BUDGET = 500 << 20
 
 
@@ -66,7 +66,7 @@ def uses_the_budget(deviation, share, target, monkeypatch):
 
     monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", measured)
-    ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(LAYERS // 2)]
+    ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(LAYERS)]
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     plan = jdelta.plan(step, share, ws, x, target=target)
     assert 0.93 * plan.budget <= plan.compiled_peak <= plan.budget
