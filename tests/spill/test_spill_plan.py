@@ -104,7 +104,7 @@ def test_what_is_not_spilled(tmp_path):
     refusals = {r.name: way.refusal(r) for r in found}
     assert refusals["block_0/tanh"] is None
     assert refusals["block_0/_bernoulli/lt"] == "too small to be worth a file"
-    last = {name for name, why in refusals.items() if "last unit" in (why or "")}
+    last = {name for name, why in refusals.items() if "last region" in (why or "")}
     assert last == {r.name for r in found if r.region == f"block_{LAYERS - 1}" and r.bytes >= size}
     weights = {tuple(w.shape[1:]) for w in args[0]}
     assert not [r for r in found if r.shape in weights]  # no residuals, so never spilled
@@ -112,7 +112,7 @@ def test_what_is_not_spilled(tmp_path):
     odd = [dataclasses.replace(one, dtype=dtype) for dtype in ("int4", "key<fry>")]
     assert all("whole bytes" in way.refusal(r) for r in odd)
     into = dataclasses.replace(one, entering=f"block_{LAYERS - 1}/input", boundary=True)
-    assert "last unit" in way.refusal(into)
+    assert "last region" in way.refusal(into)
     branch = dataclasses.replace(one, conditional=True)
     assert "cond" in way.refusal(branch)
 

@@ -140,12 +140,12 @@ class _Readers:
 
     def order(self, moved: Sequence[_Moved]) -> list[int] | None:
         """The equations, those that are moved left out; None if two loops wait for each other."""
-        unit = {i: m.loop for m in moved for i in m.updates}
+        loop_of = {i: m.loop for m in moved for i in m.updates}
         waits: dict[int, set[int]] = {}
         for i, eqn in enumerate(self._eqns):
             made = (self._made.get(v) for v in eqn.invars if _jax.is_var(v))
-            before = {unit.get(p, p) for p in made if p is not None}
-            waits.setdefault(unit.get(i, i), set()).update(before - {unit.get(i, i)})
+            before = {loop_of.get(p, p) for p in made if p is not None}
+            waits.setdefault(loop_of.get(i, i), set()).update(before - {loop_of.get(i, i)})
         after: dict[int, list[int]] = defaultdict(list)
         for i, before in waits.items():
             for p in before:

@@ -24,7 +24,7 @@ from jdelta._src.regions.region import AS_WRITTEN, Grouping, Session
 
 @dataclass(frozen=True)
 class Region:
-    """A unit of recompute as it occurs in the step.
+    """A region of the step.
 
     Attributes:
         name: Its name in plans.
@@ -174,8 +174,8 @@ def uncut_reason(error: Exception) -> str:
     place = _jax.place_of_error(error)
     said = next(iter(str(error).splitlines()), "")
     return (
-        "JAX traces the step, but not in units of recompute"
-        f"{f', because of {place}' if place else ''}: {type(error).__name__}: {said}. Mark units "
+        "JAX traces the step, but not cut into regions"
+        f"{f', because of {place}' if place else ''}: {type(error).__name__}: {said}. Mark regions "
         "with jdelta.remat that leave this out."
     )
 

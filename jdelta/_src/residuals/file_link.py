@@ -22,10 +22,10 @@ from jdelta._src.spill import Spill, SpillRates
 
 @dataclass(frozen=True)
 class Scope:
-    """A unit of the forward pass, an iteration of a loop each.
+    """A region of the forward pass, an iteration of a loop each.
 
     Attributes:
-        region: Name of the unit.
+        region: Name of the region.
         bytes: Bytes that can be spilled.
         seconds: Seconds of its forward pass.
     """
@@ -114,7 +114,7 @@ def _refusal(r: Residual, least: int, last: str | None) -> str | None:
     if not r.shape or r.bytes < least * r.count:
         return "too small to be worth a file"
     if last and (r.region == last or (r.entering or "").startswith(f"{last}/")):
-        return "in the last unit of the forward pass, so read at once"
+        return "in the last region of the forward pass, so read at once"
     if not _has_bytes(r.dtype):
         return f"of dtype {r.dtype}, which has no whole bytes"
     return None

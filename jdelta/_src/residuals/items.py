@@ -67,10 +67,10 @@ class Items:
         return {**decisions, **entering}
 
     def decisions_by_hand(self, decisions: Mapping[str, Decision]) -> dict[str, Decision]:
-        """The same, but what enters a unit is not handed to the unit that makes it, unless pinned.
+        """The same, but a region's input is not handed to the region that makes it, unless pinned.
 
-        Of ``{"unit_0/tanh": SAVE}`` that enters ``unit_1`` it makes
-        ``{"unit_0/tanh": RECOMPUTE, "unit_1/input": SAVE}``.
+        Of ``{"region_0/tanh": SAVE}`` that enters ``region_1`` it makes
+        ``{"region_0/tanh": RECOMPUTE, "region_1/input": SAVE}``.
         """
         stays = (r for r in self.residuals if decisions[r.name] is Decision.SAVE)
         made = {r.name for r in stays if r.entering and r.name not in self.pinned}

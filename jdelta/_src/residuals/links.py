@@ -11,7 +11,7 @@ from jdelta._src.residuals.residual import Residual
 from jdelta._src.solver.problem import Move, Tier
 
 HIDING = 0.8
-"""Share of the compute of units with offload that is expected to hide transfers."""
+"""Share of the compute of regions with offload that is expected to hide transfers."""
 
 EXPOSED = 0.15
 """Share of a transfer that is expected to be exposed although there is compute to hide it."""

@@ -118,7 +118,7 @@ def _pinnable(
     if not fit and residuals:
         raise PlanMismatchError(
             f"pin: {pattern!r} fits only what enters a region, which jax.checkpoint keeps: "
-            "save or move it, or mark a larger unit with jdelta.remat"
+            "save or move it, or mark a larger region with jdelta.remat"
         )
     return fit
 

@@ -1,4 +1,4 @@
-"""The search for a plan: with the step as it is cut, larger units, or several layers together."""
+"""The search for a plan: with the step as it is cut, larger regions, or several layers together."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Planning:
         return Pins(self.pin, users_names(trace, residuals), unpinnable)
 
     def _otherwise(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:
-        """Larger units, or nested checkpoints, since everything else needs more than the budget."""
+        """Larger regions, or nested checkpoints, as everything else needs more than the budget."""
         trace = first.trace
         others = groupings_where_nothing_fits(
             trace.trips, is_automatic=trace.automatic, per_layer=self.per_layer

@@ -75,8 +75,8 @@ class Proposals:
     def floor_by_hand(self, floor: Candidate) -> Candidate | None:
         """Everything recomputed as by hand, if that makes another program.
 
-        By hand a unit computes its result again although the next unit has it, so it need not stay
-        until the unit's own backward pass.
+        By hand a region computes its result again although the next region has it, so it need not
+        stay until the region's own backward pass.
         """
         policy, decisions = floor.emission.policy, floor.decisions
         assert policy is not None
