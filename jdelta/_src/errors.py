@@ -47,4 +47,4 @@ class TraceError(JdeltaError, ValueError):
 
 
 class SpillError(JdeltaError, RuntimeError):
-    """The SSD tier cannot be used, or failed during a step."""
+    """Files cannot be used as a memory, or failed during a step."""

@@ -28,7 +28,7 @@ from jdelta._src.regions.region import Grouping
 from jdelta._src.regions.trace import Trace, own_errors_only, trace
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.items import Items
-from jdelta._src.residuals.links import Way
+from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.search import updates_in_loops
 from jdelta._src.search.candidate import Found
@@ -326,7 +326,7 @@ def _plan(
     host_room = _host_capacity(host_budget, where, placed)
     store, rates = _spilling(spill, where)
 
-    def files(residuals: Sequence[Residual]) -> Way | None:
+    def files(residuals: Sequence[Residual]) -> Link | None:
         return to_files(spill, rates, residuals, where) if spill and rates else None
 
     def traced(grouping: Grouping) -> Trace:

@@ -210,7 +210,7 @@ class _Explaining:
         return 3 * (after + sum(o.seconds for o in later if o.region == r.region) / 2)
 
     def _free(self) -> list[Item]:
-        """What the solver decides about; an item that is pinned has one way only."""
+        """What the solver decides about; an item that is pinned is not asked about."""
         return [i for i in self.items.problem.items if i.name not in self.items.pinned]
 
     def _turning(self, r: Residual) -> int | None:

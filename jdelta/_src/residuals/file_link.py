@@ -1,4 +1,4 @@
-"""The way to files: what may be spilled, and how much of it compute hides.
+"""The link to files: what may be spilled, and how much of it compute hides.
 
 TBA (arXiv 2408.10013) spills no parameters, inputs and small tensors, which are no residuals or
 refused here, and nothing that is read at once. Its *adaptive offloading* walks the scopes of the
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
-from jdelta._src.residuals.links import Way
+from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.spill import Spill, SpillRates
 
@@ -65,7 +65,9 @@ def hidden_scopes(scopes: Sequence[Scope], bandwidth: float, pool: float) -> int
     return len(scopes)
 
 
-def to_files(spill: Spill, rates: SpillRates, residuals: Sequence[Residual], target: Target) -> Way:
+def to_files(
+    spill: Spill, rates: SpillRates, residuals: Sequence[Residual], target: Target
+) -> Link:
     """Files in a directory.
 
     Args:
@@ -74,8 +76,8 @@ def to_files(spill: Spill, rates: SpillRates, residuals: Sequence[Residual], tar
         residuals: The residuals of the step, in the order of the forward pass.
         target: Where the step runs.
     """
-    link, crosses = target.rates, target.backend.devices.have_own_memory
-    waiting = 1 / link.device_to_host + 1 / link.host_to_device if crosses else 0.0
+    host, crosses = target.rates, target.backend.devices.have_own_memory
+    waiting = 1 / host.device_to_host + 1 / host.host_to_device if crosses else 0.0
     last = residuals[-1].region if residuals and residuals[-1].loops == 0 else None
 
     def refusal(r: Residual) -> str | None:
@@ -84,7 +86,7 @@ def to_files(spill: Spill, rates: SpillRates, residuals: Sequence[Residual], tar
     scopes = list(_scopes(residuals, [r.needed and refusal(r) is None for r in residuals]))
     hidden = hidden_scopes(scopes, min(rates.write, rates.read), spill.pool_bytes)
     late = {scope.region for scope in scopes[hidden:]}
-    return Way(
+    return Link(
         Decision.SPILL,
         rates.write,
         rates.read,

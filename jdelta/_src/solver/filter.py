@@ -37,13 +37,13 @@ class Exits(NamedTuple):
     codes: Codes
 
     @classmethod
-    def of(cls, items: Sequence[Item], tiers: Collection[Decision]) -> "Exits":
-        """The quickest of the ways to some tiers."""
+    def of(cls, items: Sequence[Item], memories: Collection[Decision]) -> "Exits":
+        """The quickest of the moves to some memories."""
         seconds = np.full(len(items), math.inf)
         codes = np.full(len(items), SAVE, dtype=np.int8)
         for index, item in enumerate(items):
             for move in item.moves:
-                if move.to in tiers and move.seconds < seconds[index]:
+                if move.to in memories and move.seconds < seconds[index]:
                     seconds[index], codes[index] = move.seconds, code_of(move.to)
         return cls(seconds, codes)
 
