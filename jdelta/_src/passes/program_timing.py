@@ -164,10 +164,10 @@ class Reading:
         """
         issued: dict[int, list[Var]] = defaultdict(list)
         own: dict[int, list[Var]] = defaultdict(list)
-        made = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        makers = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         for number, (hosts, start) in enumerate(zip(self.needs, starts, strict=False)):
             for v in hosts:
-                first = bisect.bisect(self.regions, made.get(v, -1))  # the first region after it
+                first = bisect.bisect(self.regions, makers.get(v, -1))  # the first region after it
                 earliest = first + 1 if first else 0
                 if number < earliest:
                     own[number].append(v)
@@ -198,12 +198,12 @@ class Reading:
         of all dropouts at once. On TPUs they are where the program has them.
         """
         forward = self.eqns[: self.regions[0]]
-        made = {v for eqn in forward for v in eqn.outvars}
+        results = {v for eqn in forward for v in eqn.outvars}
         ended = [
             v
             for index in self.regions
             for v in self.eqns[index].invars
-            if _jax.is_var(v) and v in made
+            if _jax.is_var(v) and v in results
         ]
         program = _jax.rebuild(self.program, forward, ended)
         each = self.clock.each(program)
@@ -270,13 +270,13 @@ class Reading:
         """Those values that the first backward region depends on, by equations that make them."""
         first = self.regions[0]
         needed = {v for v in self.eqns[first].invars if _jax.is_var(v)}
-        found: dict[int, Var] = {}
+        stops: dict[int, Var] = {}
         for index in reversed(range(first)):
             outs = [v for v in self.eqns[index].outvars if v in needed]
             if outs:
                 needed.update(v for v in self.eqns[index].invars if _jax.is_var(v))
-            found.update((index, v) for v in outs if v in among)
-        return dict(sorted(found.items()))
+            stops.update((index, v) for v in outs if v in among)
+        return dict(sorted(stops.items()))
 
     def _bytes(self, values: Sequence[Var]) -> float:
         return float(sum(map(self.clock.bytes, values)))

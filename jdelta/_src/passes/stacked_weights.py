@@ -166,15 +166,15 @@ def _regions(eqns: Sequence[Eqn]) -> list[str]:
     Of what is computed again that is the region of the next name; gradients follow, up to what is
     computed again for the next region.
     """
-    again: list[str | None] = []
+    names: list[str | None] = []
     region = ""
     for eqn in reversed(eqns):
         name = _jax.named_value(eqn)
         region = name.region if isinstance(name, RegionName) else region
-        again.append(region if RECOMPUTE in _jax.name_stack(eqn) else None)
+        names.append(region if RECOMPUTE in _jax.name_stack(eqn) else None)
     regions: list[str] = []
     region = ""
-    for name in reversed(again):
+    for name in reversed(names):
         region = region if name is None else name
         regions.append(region)
     return regions

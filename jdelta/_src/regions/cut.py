@@ -141,7 +141,7 @@ def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
     """
     operands: set[Var] = set()
     held: list[float] = []
-    again, differentiated = _computed_before(eqns), _differentiated(eqns)
+    same_as, differentiated = _computed_before(eqns), _differentiated(eqns)
     for eqn in reversed(eqns):
         name = eqn.primitive.name
         is_operand = not operands.isdisjoint(eqn.outvars)
@@ -151,7 +151,7 @@ def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
         inside = sum(sum(bytes_held(body.eqns)) for body in bodies)
         has_none = differentiated.isdisjoint(eqn.outvars)
         fused = has_none or name in CHEAP or name == "gather" or bool(bodies)
-        is_new = again.keys().isdisjoint(eqn.outvars)
+        is_new = same_as.keys().isdisjoint(eqn.outvars)
         written = is_new and not (name in VIEWS or name in FREE) and (is_operand or not fused)
         result = _bytes_made(eqn) if written else 0
         trips = eqn.params["length"] if name == "scan" else 1
@@ -161,35 +161,35 @@ def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
 
 def _differentiated(eqns: Sequence[Eqn]) -> set[Var]:
     """What has a derivative by what enters a program."""
-    made = {v for eqn in eqns for v in eqn.outvars}
-    found: set[Var] = set()
+    computed = {v for eqn in eqns for v in eqn.outvars}
+    differentiated: set[Var] = set()
     for eqn in eqns:
         read = (v for v in eqn.invars if _jax.is_var(v) and _jax.is_inexact(v))
-        if any(v in found or v not in made for v in read):
-            found.update(filter(_jax.is_inexact, eqn.outvars))
-    return found
+        if any(v in differentiated or v not in computed for v in read):
+            differentiated.update(filter(_jax.is_inexact, eqn.outvars))
+    return differentiated
 
 
 def _computed_before(eqns: Sequence[Eqn]) -> dict[Var, Var]:
     """From the result of a product to that of an equal one before it, if there is one."""
     firsts: dict[Any, Var] = {}
-    again: dict[Var, Var] = {}
+    same_as: dict[Var, Var] = {}
     for eqn in eqns:
         if eqn.primitive.name in MATMULS and all(map(_jax.is_var, eqn.invars)):
-            read = tuple(again.get(v, v) for v in eqn.invars)
+            read = tuple(same_as.get(v, v) for v in eqn.invars)
             first = firsts.setdefault((eqn.primitive, str(eqn.params), read), eqn.outvars[0])
             if first is not eqn.outvars[0]:
-                again[eqn.outvars[0]] = first
-    return again
+                same_as[eqn.outvars[0]] = first
+    return same_as
 
 
 def _lives(eqns: Sequence[Eqn]) -> list[_Life]:
-    made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-    again = _computed_before(eqns)
+    makers = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    same_as = _computed_before(eqns)
     read: dict[Var, int] = {}
     for i, eqn in enumerate(eqns):
-        read.update((again.get(v, v), i) for v in eqn.invars if _jax.is_var(v) and v in made)
-    return [_Life(made[v], i, _jax.bytes_of(v)) for v, i in read.items() if i > made[v]]
+        read.update((same_as.get(v, v), i) for v in eqn.invars if _jax.is_var(v) and v in makers)
+    return [_Life(makers[v], i, _jax.bytes_of(v)) for v, i in read.items() if i > makers[v]]
 
 
 def _places(crossing: _Sizes) -> list[int]:

@@ -183,8 +183,8 @@ def region(
         weights = [Weight(path) for leaf, path in paths if _jax.is_array(leaf)]
 
         def call(*arrays: Any) -> Any:
-            given = iter(arrays)
-            filled = [next(given) if _jax.is_array(leaf) else leaf for leaf in leaves]
+            values = iter(arrays)
+            filled = [next(values) if _jax.is_array(leaf) else leaf for leaf in leaves]
             args, kwargs = jax.tree.unflatten(tree, filled)
             return fun(*args, **kwargs)
 

@@ -57,10 +57,10 @@ def hidden_scopes(scopes: Sequence[Scope], bandwidth: float, pool: float) -> int
     forward = sum(scope.seconds for scope in scopes)
     written = passed = 0.0
     for number, scope in enumerate(scopes):
-        late = written + 2 * scope.bytes > bandwidth * (3 * forward - 2 * passed)
+        is_late = written + 2 * scope.bytes > bandwidth * (3 * forward - 2 * passed)
         written += scope.bytes
         passed += scope.seconds
-        if late or scope.bytes > pool or written - bandwidth * passed > pool:
+        if is_late or scope.bytes > pool or written - bandwidth * passed > pool:
             return number
     return len(scopes)
 
@@ -85,7 +85,7 @@ def to_files(
 
     scopes = list(_scopes(residuals, [r.needed and refusal(r) is None for r in residuals]))
     hidden = hidden_scopes(scopes, min(rates.write, rates.read), spill.pool_bytes)
-    late = {scope.region for scope in scopes[hidden:]}
+    exposed = {scope.region for scope in scopes[hidden:]}
     return Link(
         Decision.SPILL,
         rates.write,
@@ -93,7 +93,7 @@ def to_files(
         float("inf") if spill.limit_bytes is None else spill.limit_bytes,
         refusal,
         hidden_out=sum(scope.bytes for scope in scopes[:hidden]) / rates.write,
-        bare=frozenset(r.name for r in residuals if r.loops == 0 and r.region in late),
+        bare=frozenset(r.name for r in residuals if r.loops == 0 and r.region in exposed),
         waiting=waiting,
     )
 

@@ -86,19 +86,19 @@ def pinned(residuals: Sequence[Residual], links: Sequence[Link], pins: Pins) -> 
         PlanMismatchError: A pattern fits no residual, moves what cannot be moved, or is a name that
             a later one decides about.
     """
-    found: dict[str, Decision] = {}
+    decided: dict[str, Decision] = {}
     by: dict[str, str] = {}
     for pattern, text in pins.decisions.items():
         decision = Decision(text)
         names = [r.name for r in _pinnable(residuals, pattern, decision, pins)]
-        found.update(dict.fromkeys(names, decision))
+        decided.update(dict.fromkeys(names, decision))
         by.update(dict.fromkeys(names, pattern))
-    _check_order(residuals, pins, found, by)
+    _check_order(residuals, pins, decided, by)
     for r in residuals:
-        decision = found.get(r.name)
+        decision = decided.get(r.name)
         if decision and (refusal := _refusal(r, links, decision)):
             raise PlanMismatchError(f"pin: {r.label!r} cannot be {_DONE[decision]}: {refusal}")
-    return found
+    return decided
 
 
 def _pinnable(

@@ -98,13 +98,13 @@ class Director:
         used = np.zeros(codes.shape, dtype=bool)
         for index in reversed(range(len(codes))):
             item = self.problem.items[index]
-            again = codes[index] == RECOMPUTE
+            recomputed = codes[index] == RECOMPUTE
             if not item.needed:
-                again &= used[index]
+                recomputed &= used[index]
             for source in item.sources:
-                used[source] |= again
+                used[source] |= recomputed
             saved = codes[index] == SAVE
-            seconds += again * item.seconds + saved * item.holding
+            seconds += recomputed * item.seconds + saved * item.holding
             kept += saved * item.bytes
         return kept, seconds
 

@@ -146,9 +146,9 @@ class _Link:
         moved = codes == self.code
         enter, leave = self.bare.copy(), self.bare * moved
         for seconds, hidden in self.directions:
-            late = float(seconds[moved].sum()) - hidden
-            enter += np.maximum(late + seconds, 0.0) - max(late, 0.0)
-            leave[moved] += max(late, 0.0) - np.maximum(late - seconds[moved], 0.0)
+            excess = float(seconds[moved].sum()) - hidden
+            enter += np.maximum(excess + seconds, 0.0) - max(excess, 0.0)
+            leave[moved] += max(excess, 0.0) - np.maximum(excess - seconds[moved], 0.0)
         return enter, leave
 
 

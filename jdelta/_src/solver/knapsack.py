@@ -147,7 +147,7 @@ def _releases(
     states, prices = [corners[-1].codes], [0.0]
     for low, high in itertools.pairwise(corners):
         release = Release(chains, exits, high, low)
-        found = release.states()
-        states += found
-        prices += [release.price] * len(found)
+        released = release.states()
+        states += released
+        prices += [release.price] * len(released)
     return states, prices

@@ -102,16 +102,16 @@ class _Programme:
         self.size = len(problem.items)
         self.second = 1.0 / (math.fsum(item.seconds for item in problem.items) or 1.0)
         self.moves = [[item.move(t.decision) for item in problem.items] for t in problem.memories]
-        self.again = (1 + len(problem.memories)) * self.size
-        self.exposed = self.again + self.size
+        self.recomputed = (1 + len(problem.memories)) * self.size
+        self.exposed = self.recomputed + self.size
         self.upper = [1.0] * self.size
         for moves in self.moves:
             self.upper += [float(move is not None) for move in moves]
         self.upper += [1.0] * self.size + [math.inf] * (2 * len(problem.memories))
         self.rows: list[Mapping[int, float]] = []
         self.limits: list[float] = []
-        held = [item.bytes for item in problem.items]
-        self.memories = [_Memory(Decision.SAVE, 0, held, problem.capacity)]
+        sizes = [item.bytes for item in problem.items]
+        self.memories = [_Memory(Decision.SAVE, 0, sizes, problem.capacity)]
         others = zip(problem.memories, self.moves, strict=True)
         for k, (memory, moves) in enumerate(others, start=1):
             weights = [move.bytes if move else 0.0 for move in moves]
@@ -136,7 +136,7 @@ class _Programme:
                 *[item.seconds * self.second for item in self.problem.items],
                 *[1.0] * links,
             ],
-            integrality=[1] * self.again + [0] * (self.size + links),
+            integrality=[1] * self.recomputed + [0] * (self.size + links),
             bounds=scipy.optimize.Bounds(0.0, self.upper),  # pyright: ignore[reportArgumentType]
             constraints=self._constraints(),
             options={
@@ -204,10 +204,10 @@ class _Programme:
         for i, item in enumerate(self.problem.items):
             self._add(dict.fromkeys(self._kept(i), 1.0), 1.0)
             if item.needed:
-                self._add(dict.fromkeys((*self._kept(i), self.again + i), -1.0), -1.0)
+                self._add(dict.fromkeys((*self._kept(i), self.recomputed + i), -1.0), -1.0)
             for j in item.sources:
-                unless = dict.fromkeys((*self._kept(j), self.again + j), -1.0)
-                self._add({self.again + i: 1.0, **unless}, 0.0)
+                unless = dict.fromkeys((*self._kept(j), self.recomputed + j), -1.0)
+                self._add({self.recomputed + i: 1.0, **unless}, 0.0)
 
     def _kept(self, item: int) -> Iterator[int]:
         """Columns of the binaries of which one is set if an item is kept somewhere."""
@@ -216,9 +216,9 @@ class _Programme:
     def _add_directions(self) -> None:
         """Rows that say how much of the transfers is exposed."""
         for k, (memory, moves) in enumerate(zip(self.problem.memories, self.moves, strict=True)):
-            there = [(self.memories[k + 1].column + i, m) for i, m in enumerate(moves) if m]
-            out = {column: move.seconds_out * self.second for column, move in there}
-            into = {column: move.seconds_in * self.second for column, move in there}
+            pairs = [(self.memories[k + 1].column + i, m) for i, m in enumerate(moves) if m]
+            out = {column: move.seconds_out * self.second for column, move in pairs}
+            into = {column: move.seconds_in * self.second for column, move in pairs}
             exposed = self.exposed + 2 * k
             self._add({**out, exposed: -1.0}, memory.hidden_out * self.second)
             self._add({**into, exposed + 1: -1.0}, memory.hidden_in * self.second)

@@ -103,16 +103,16 @@ class Problem:
 
     def recomputed(self, decisions: Sequence[Decision]) -> list[bool]:
         """Which items the backward pass computes again: dropped and needed, now or by a chain."""
-        again = [
+        recomputed = [
             item.needed and decision is Decision.RECOMPUTE
             for item, decision in zip(self.items, decisions, strict=True)
         ]
         for index in reversed(range(len(self.items))):
-            if again[index]:
+            if recomputed[index]:
                 for source in self.items[index].sources:
                     if decisions[source] is Decision.RECOMPUTE:
-                        again[source] = True
-        return again
+                        recomputed[source] = True
+        return recomputed
 
     def moved(self, decisions: Sequence[Decision], memory: Memory) -> list[Move]:
         """How the items move that decisions put into a memory."""
@@ -123,7 +123,7 @@ class Problem:
     def recompute_seconds(self, decisions: Sequence[Decision]) -> float:
         """Seconds to compute again what ``decisions`` drop, chains included."""
         pairs = zip(self.items, self.recomputed(decisions), strict=True)
-        return sum(item.seconds for item, again in pairs if again)
+        return sum(item.seconds for item, is_recomputed in pairs if is_recomputed)
 
     def overhead(self, decisions: Sequence[Decision]) -> float:
         """Seconds that ``decisions`` add to a step that saves all its backward pass reads.
