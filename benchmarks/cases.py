@@ -154,7 +154,7 @@ def traced(case: Case, target: str) -> Program:
 
 
 def recomputed(case: Case, target: str) -> Program:
-    """The step of a case, built with `jdelta.remat`, with everything in its units recomputed."""
+    """The step of a case, built with `jdelta.remat`, with everything in its regions recomputed."""
     step, found = staged(case, target)
     emission = emit(step, Policy.of({}, found.loops, step.target.backend))
     return Program(emission.timeline.graph, emission.lower, step.target, emission.options)

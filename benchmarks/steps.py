@@ -67,8 +67,8 @@ shapes, and some of those."""
 TWO_TARGETS = ("tpu:v5e:2x2", "cuda:h100")
 FOUR_TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1", "cuda:h100", "cuda:a100")
 
-UNITS = {"marked": jdelta.remat, "found": models.identity}
-"""By who says what a unit of recompute is, the model or jdelta: the decorator of its blocks."""
+REGIONS = {"marked": jdelta.remat, "found": models.identity}
+"""By who says what a region is, the model or jdelta: the decorator of its blocks."""
 
 
 def build(step: str, **options: Any) -> models.Case:
@@ -82,6 +82,6 @@ def build(step: str, **options: Any) -> models.Case:
 
 
 def checkpointed(step: str, **options: Any) -> Any:
-    """JAX's own decorator for the step's unit of recompute; `options` go to `jax.checkpoint`."""
+    """JAX's own decorator for the step's regions; `options` go to `jax.checkpoint`."""
     outside_of_loops = not STEPS[step].get("scan", False)
     return models.checkpoint(STEPS[step]["name"], prevent_cse=outside_of_loops, **options)

@@ -1,4 +1,4 @@
-"""Flax Linen with a TrainState: the unit of recompute is marked, the plan printed and explained.
+"""Flax Linen with a TrainState: blocks are marked as regions, the plan printed and explained.
 
 python examples/linen.py
 """
@@ -16,7 +16,7 @@ LAYERS, WIDTH, ROWS = 8, 128, 2048
 
 @jdelta.remat
 class Block(nn.Module):
-    """One residual block; the decorator makes it a unit that a plan decides about."""
+    """One residual block; the decorator makes it a region that a plan decides about."""
 
     @nn.compact
     def __call__(self, x, _=None):

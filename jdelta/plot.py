@@ -70,7 +70,7 @@ def _area(axes: Axes, moments: Sequence[Moment], colour: str, label: str) -> Non
 
 
 def decisions(plan: Plan) -> Figure:
-    """Decisions by value and unit; a unit in a loop stands for all its iterations.
+    """Decisions by value and region; a region in a loop stands for all its iterations.
 
     Raises:
         PlanMismatchError: The plan was loaded from a file, so it has no step.

@@ -26,7 +26,7 @@ What the tests check of one network of {LAYERS} residual blocks in each framewor
 (`tests/frameworks.py`), with its blocks marked by `jdelta.remat` and with nothing marked. Written
 by `python -m tests.matrix`; `tests/steps/test_matrix.py` fails where it is not true.
 
-- *units*: the units of recompute that the plan decides about.
+- *regions*: how many regions the plan decides about.
 - *equal*: under a plan that keeps 40 % of the residuals' bytes, new parameters and loss equal those
   of the plain step.
 - *fits*: the peak of the program compiled for the target is within {SHARE:.0%} of the plain step's,
@@ -37,7 +37,7 @@ may make parameters and draw keys inside), a module class with `jdelta.remat(Blo
 `@jdelta.remat` (Linen, NNX), the method that computes with `@jdelta.remat` (Equinox). A class of
 Equinox or Haiku is refused, with an error that says so.
 
-| framework | layers | blocks | units | equal | fits |
+| framework | layers | blocks | regions | equal | fits |
 |---|---|---|---|---|---|
 """
 
@@ -48,7 +48,7 @@ def target(scan):
 
 
 def small(framework, scan, marks):
-    """The step's units, and whether its results under a plan equal the plain step's."""
+    """The step's regions, and whether its results under a plan equal the plain step's."""
     step, args = STEPS[framework](64, 32, scan=scan, remat=MARKS[marks])
     plain, plain_args = STEPS[framework](64, 32, scan=scan)
     found, decisions = planned(step, 0.4, *args)
@@ -57,10 +57,10 @@ def small(framework, scan, marks):
     same = all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
     dropped = jdelta.Decision.RECOMPUTE in decisions.values()
     kept = jdelta.Decision.SAVE in decisions.values()
-    return units(found), "yes" if same and dropped and kept else "no"
+    return regions(found), "yes" if same and dropped and kept else "no"
 
 
-def units(found):
+def regions(found):
     """How many there are, and how often one in a loop runs."""
     (times,) = {region.nest.trips for region in found.regions}
     count = len(found.regions)

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from jdelta._src.decision import Decision
-from jdelta._src.solver.problem import AWAY, Item, Move, Problem, Tier
+from jdelta._src.solver.problem import AWAY, Item, Memory, Move, Problem
 from jdelta._src.solver.solution import Solution
 
 SAVE_, OFFLOAD_, RECOMPUTE_ = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
@@ -39,11 +39,11 @@ def ways(item: Item) -> list[Decision]:
 
 
 def held(problem: Problem, decisions: tuple[Decision, ...]) -> tuple[float, ...]:
-    """Bytes on the device, and in each tier."""
+    """Bytes on the device, and in each memory."""
     pairs = list(zip(problem.items, decisions, strict=True))
     device = math.fsum(item.bytes for item, d in pairs if d is SAVE_)
     moves = [item.move(d) for item, d in pairs]
-    away = [math.fsum(m.bytes for m in moves if m and m.to is t.decision) for t in problem.tiers]
+    away = [math.fsum(m.bytes for m in moves if m and m.to is t.decision) for t in problem.memories]
     return device, *away
 
 
@@ -51,7 +51,7 @@ def brute(problem: Problem) -> float:
     """The least overhead of all that fits."""
     best = math.inf
     for decisions in states(problem):
-        capacities = (problem.capacity, *(tier.capacity for tier in problem.tiers))
+        capacities = (problem.capacity, *(memory.capacity for memory in problem.memories))
         used = zip(held(problem, decisions), capacities, strict=True)
         if all(taken <= capacity for taken, capacity in used):
             best = min(best, problem.overhead(decisions))
@@ -87,14 +87,14 @@ def tiered(*rows: tuple[float, float, float, float]) -> tuple[Item, ...]:
     )
 
 
-def host(capacity: float = math.inf, out: float = 0.0, into: float = 0.0) -> tuple[Tier, ...]:
+def host(capacity: float = math.inf, out: float = 0.0, into: float = 0.0) -> tuple[Memory, ...]:
     """Host memory of a capacity, and the seconds of each direction that are hidden."""
-    return (Tier(OFFLOAD_, capacity, out, into),)
+    return (Memory(OFFLOAD_, capacity, out, into),)
 
 
-def files(capacity: float = math.inf, out: float = 0.0, into: float = 0.0) -> tuple[Tier, ...]:
+def files(capacity: float = math.inf, out: float = 0.0, into: float = 0.0) -> tuple[Memory, ...]:
     """Files, likewise."""
-    return (Tier(SPILL_, capacity, out, into),)
+    return (Memory(SPILL_, capacity, out, into),)
 
 
 CHAIN = (
@@ -135,5 +135,5 @@ def problems(draw: st.DrawFn, most: int = 7, link: bool = True, hold: bool = Tru
     return Problem(
         tuple(items),
         capacity=total * draw(st.sampled_from([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])),
-        tiers=tuple(Tier(to, draw(room), draw(hidden), draw(hidden)) for to in AWAY),
+        memories=tuple(Memory(to, draw(room), draw(hidden), draw(hidden)) for to in AWAY),
     )

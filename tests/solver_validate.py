@@ -7,7 +7,7 @@ pass reads, where ``Problem.recomputed`` sweeps the items in reverse: the two ha
 import math
 
 from jdelta._src.decision import Decision
-from jdelta._src.solver.problem import Problem, Tier
+from jdelta._src.solver.problem import Memory, Problem
 from jdelta._src.solver.solution import Solution
 
 
@@ -33,7 +33,7 @@ def validate(problem: Problem, solution: Solution) -> list[str]:
 
 def _forbidden(problem: Problem, solution: Solution) -> list[str]:
     """Items in a memory that they have no way to, or that is not there."""
-    there = {tier.decision for tier in problem.tiers} | {Decision.SAVE, Decision.RECOMPUTE}
+    there = {memory.decision for memory in problem.memories} | {Decision.SAVE, Decision.RECOMPUTE}
     stay = {Decision.SAVE, Decision.RECOMPUTE}
     return [
         f"the decision for item {item.name!r} is {decision.value}, but it may only be "
@@ -45,7 +45,10 @@ def _forbidden(problem: Problem, solution: Solution) -> list[str]:
 
 def _overfull(problem: Problem, solution: Solution) -> list[str]:
     """Memories that hold more than their capacity."""
-    used = [(Decision.SAVE, problem.capacity), *((t.decision, t.capacity) for t in problem.tiers)]
+    used = [
+        (Decision.SAVE, problem.capacity),
+        *((t.decision, t.capacity) for t in problem.memories),
+    ]
     held = _bytes(problem, solution)
     return [
         f"{held[d]} bytes have the decision {d.value}, above the capacity of {capacity} bytes"
@@ -57,14 +60,16 @@ def _overfull(problem: Problem, solution: Solution) -> list[str]:
 def _figures(problem: Problem, solution: Solution) -> list[str]:
     """Figures of the solution that differ from what its decisions give."""
     held = _bytes(problem, solution)
-    if len(solution.moved_bytes) != len(problem.tiers):
-        return [f"there are {len(problem.tiers)} tiers, but moved_bytes {solution.moved_bytes}"]
+    if len(solution.moved_bytes) != len(problem.memories):
+        return [
+            f"there are {len(problem.memories)} memories, but moved_bytes {solution.moved_bytes}"
+        ]
     figures = [
         ("overhead", solution.overhead, _seconds(problem, solution)),
         ("kept_bytes", solution.kept_bytes, held[Decision.SAVE]),
         *(
-            (f"moved_bytes ({tier.decision.value})", said, held[tier.decision])
-            for tier, said in zip(problem.tiers, solution.moved_bytes, strict=True)
+            (f"moved_bytes ({memory.decision.value})", said, held[memory.decision])
+            for memory, said in zip(problem.memories, solution.moved_bytes, strict=True)
         ),
     ]
     return [
@@ -89,20 +94,20 @@ def _seconds(problem: Problem, solution: Solution) -> float:
     held = [item.holding for item, decision in pairs if decision is Decision.SAVE]
     spared = [-item.holding for item in problem.items if item.needed]
     again = [problem.items[index].seconds for index in _again(problem, solution)]
-    exposed = [_exposed(problem, solution, tier) for tier in problem.tiers]
+    exposed = [_exposed(problem, solution, memory) for memory in problem.memories]
     return math.fsum((*held, *spared, *again, *exposed))
 
 
-def _exposed(problem: Problem, solution: Solution, tier: Tier) -> float:
+def _exposed(problem: Problem, solution: Solution, memory: Memory) -> float:
     """Seconds of a link that compute does not hide."""
     moves = [
         move
         for item, decision in zip(problem.items, solution.decisions, strict=True)
         for move in item.moves
-        if move.to is decision is tier.decision
+        if move.to is decision is memory.decision
     ]
-    late_out = math.fsum(move.seconds_out for move in moves) - tier.hidden_out
-    late_in = math.fsum(move.seconds_in for move in moves) - tier.hidden_in
+    late_out = math.fsum(move.seconds_out for move in moves) - memory.hidden_out
+    late_in = math.fsum(move.seconds_in for move in moves) - memory.hidden_in
     bare = math.fsum(move.seconds_exposed for move in moves)
     return bare + max(late_out, 0.0) + max(late_in, 0.0)
 

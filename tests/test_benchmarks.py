@@ -377,9 +377,9 @@ def test_what_single_values_are_worth():
 def test_marked_and_unmarked_plans():
     jobs = [{**STEP, "what": "regions", "share": share} for share in (0.6, 0.01)]
     rows = [{**job, **grouping.row(**job)} for job in jobs]
-    for units in steps.UNITS:
-        assert rows[0][units]["compiled_peak"] <= rows[0]["budget"]
-        assert rows[0][units]["price"]["seconds"] > rows[0]["plain_seconds"]
+    for regions in steps.REGIONS:
+        assert rows[0][regions]["compiled_peak"] <= rows[0]["budget"]
+        assert rows[0][regions]["price"]["seconds"] > rows[0]["plain_seconds"]
     table = grouping.tables(rows)
     assert table.count("below floor") == 2
 
@@ -404,9 +404,9 @@ def test_largest_batch_by_every_method(monkeypatch):
     rows = [{**job, **max_batch.row(**job)} for job in jobs]
     batch = {r["method"]: r["batch"] for r in rows}
     assert batch["plain"] < batch["hand"]
-    for units in steps.UNITS:
-        assert 2 <= batch["plain"] <= batch[f"{units} 10%"] <= batch[units]
-        assert batch["plain"] < batch[units]
+    for regions in steps.REGIONS:
+        assert 2 <= batch["plain"] <= batch[f"{regions} 10%"] <= batch[regions]
+        assert batch["plain"] < batch[regions]
     assert all(len(max_batch.cells(r, rows)) == 7 for r in rows)
 
 

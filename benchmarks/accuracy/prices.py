@@ -123,7 +123,7 @@ def staged(step: str, target: str) -> tuple[Step, Trace, Items]:
 
 
 def values(step: str, target: str, unit: str) -> list[str]:
-    """Names of what the backward pass of some units reads and may compute again."""
+    """Names of what the backward pass of some regions reads and may compute again."""
     residuals = staged(step, target)[2].residuals
     fitting = (r for r in residuals if fnmatch.fnmatchcase(r.region, unit) and not r.boundary)
     return [r.name for r in fitting if r.needed and r.bytes >= SMALLEST]
@@ -154,7 +154,7 @@ def seconds(step: str, target: str, base: str, value: str | None) -> float:
 
 
 def values_rows(step: str, target: str, base: str, unit: str) -> list[Row]:
-    """A row for each value of some units, by a pattern of their names."""
+    """A row for each value of some regions, by a pattern of their names."""
     return [
         {"value": value, **value_row(step, target, base, value)}
         for value in values(step, target, unit)
@@ -216,7 +216,7 @@ def jobs(
     base: Sequence[str] = BASES,
     unit: Sequence[str] = ("*",),
 ) -> list[Job]:
-    """Steps at shares of their peaks, and values of units whose names match a pattern."""
+    """Steps at shares of their peaks, and values of regions whose names match a pattern."""
     made: list[Job] = []
     if "steps" in what:
         made += study.product(step, target, what=["steps"], share=share)

@@ -54,14 +54,14 @@ def layer(w: Any, x: Any) -> Any:
     return jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])
 
 
-def stack(unit: Callable[..., Any]) -> Callable[..., Any]:
+def stack(marked: Callable[..., Any]) -> Callable[..., Any]:
     """Loss and gradients of the stack."""
 
     def step(weights: Any, x: Any) -> Any:
         def loss(weights: Any) -> Any:
             y = x
             for w in weights:
-                y = unit(w, y)
+                y = marked(w, y)
             return jnp.mean(y.astype(jnp.float32) ** 2)
 
         return jax.value_and_grad(loss)(weights)

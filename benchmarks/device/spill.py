@@ -48,7 +48,8 @@ from benchmarks import study
 from benchmarks.models import Case, find, identity
 from benchmarks.study import Job, Row, Study, mib
 from jdelta._src.backends.target import resolve
-from jdelta._src.residuals.file_link import Way, to_files
+from jdelta._src.residuals.file_link import to_files
+from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.spill import rates_of
 from jdelta._src.spill.library import library
@@ -103,10 +104,10 @@ def device_row(step: str, device: str, directory: str = ".", repeats: int = REPE
     marked = case(step, jdelta.remat)
     args = marked.step, None, marked.state, marked.batch
     residuals = jdelta.plan(*args, donate_argnums=0).residuals
-    way = to_files(spill, rates, residuals, resolve("cpu"))
+    link = to_files(spill, rates, residuals, resolve("cpu"))
     groups = [list(group) for _, group in itertools.groupby(residuals, key=lambda r: r.region)]
-    scopes = [sum(r.bytes for r in group if _may(r, way)) for group in groups]
-    late = {r.region for r in residuals if r.name in way.bare}
+    scopes = [sum(r.bytes for r in group if _may(r, link)) for group in groups]
+    late = {r.region for r in residuals if r.name in link.bare}
     figures = {
         "rates": [rates.write, rates.read],
         "scopes": scopes,
@@ -117,7 +118,7 @@ def device_row(step: str, device: str, directory: str = ".", repeats: int = REPE
         "load": os.getloadavg()[0],
     }
     pin = {
-        glob.escape(r.name): "spill" if r.name not in way.bare and _may(r, way) else "save"
+        glob.escape(r.name): "spill" if r.name not in link.bare and _may(r, link) else "save"
         for r in residuals
     }
     if "spill" not in pin.values():
@@ -156,8 +157,8 @@ def _spill(device: str, directory: str) -> tuple[jdelta.Spill, float | None]:
     return jdelta.Spill(directory, write_rate=rate, read_rate=rate, **options), rate
 
 
-def _may(r: Residual, way: Way) -> bool:
-    return r.needed and way.refusal(r) is None
+def _may(r: Residual, link: Link) -> bool:
+    return r.needed and link.refusal(r) is None
 
 
 def _forward_seconds(step: str) -> float:

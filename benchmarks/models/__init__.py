@@ -45,7 +45,7 @@ def build(
 
     Args:
         name: A key of `MODELS`.
-        remat: Decorator of the unit of recompute (a Linen class or a function, see `checkpoint`).
+        remat: Decorator of what is to be a region (a Linen class or a function, see `checkpoint`).
         small: Whether to keep the structure but shrink every width, to run anywhere.
         batch: Batch size in place of the usual one.
         length: Sequence length, or side of the image in pixels, in place of the usual one.
@@ -73,7 +73,7 @@ def build(
 
 
 def checkpoint(name: str, **options: Any) -> Callable[[Any], Any]:
-    """JAX's own recompute decorator for a model's unit, to pass as `remat`.
+    """JAX's own recompute decorator for a model's regions, to pass as `remat`.
 
     Args:
         name: A key of `MODELS`.

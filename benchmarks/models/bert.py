@@ -151,7 +151,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One post-norm block: the unit of recompute."""
+    """One post-norm block: a region."""
 
     config: Config
 

@@ -49,9 +49,9 @@ class Case:
     batch: Any
 
 
-def identity(unit: Any) -> Any:
+def identity(fun: Any) -> Any:
     """The recompute decorator of the plain step: nothing is recomputed."""
-    return unit
+    return fun
 
 
 def make_case(

@@ -133,7 +133,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm block: the unit of recompute."""
+    """One pre-norm block: a region."""
 
     config: Config
 

@@ -74,7 +74,7 @@ def block_params(config: Config, key: jax.Array) -> dict[str, Any]:
 
 
 def transform(config: Config, params: dict[str, Any], x: jax.Array) -> jax.Array:
-    """One block on `[batch, length, width]`: the unit of recompute."""
+    """One block on `[batch, length, width]`: a region."""
     x = checkpoint_name(x, "decoder_layer_input")
     params = jax.tree.map(lambda weight: weight.astype(config.dtype), params)
     with jax.named_scope("attn"):

@@ -40,10 +40,10 @@ class Config:
 
     def case(self, name: str, remat: Callable[[Any], Any]) -> Case:
         """The training step with `remat` around every layer."""
-        unit = remat(layer)
+        marked = remat(layer)
 
         def run(x, weights):
-            return unit(jax.tree.map(lambda w: w.astype(self.dtype), weights), x), None
+            return marked(jax.tree.map(lambda w: w.astype(self.dtype), weights), x), None
 
         def variables(key):
             keys = jax.random.split(key, self.layers)
@@ -84,7 +84,7 @@ def layer_params(key: jax.Array, width: int) -> dict[str, jax.Array]:
 
 
 def layer(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """One layer `[batch, width] -> [batch, width]`: the unit of recompute."""
+    """One layer `[batch, width] -> [batch, width]`: a region."""
     hidden = jnp.tanh(x @ params["in"] + params["bias"])
     bump = jnp.exp(-jnp.square(hidden))
     gate = jax.nn.softmax(bump @ params["gate"])

@@ -84,7 +84,7 @@ def layers(dtype: Any) -> tuple[Callable[..., nn.Conv], Callable[..., nn.BatchNo
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut: the unit of recompute."""
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut: a region."""
 
     features: int
     stride: int

@@ -183,7 +183,7 @@ def layers(config: Config) -> tuple[Callable[..., nn.RMSNorm], Callable[..., nn.
 
 
 class EncoderBlock(nn.Module):
-    """Self-attention and feed-forward layers: a unit of recompute."""
+    """Self-attention and feed-forward layers: a region."""
 
     config: Config
 
@@ -197,7 +197,7 @@ class EncoderBlock(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Causal attention, attention to the encoder and feed-forward layers: a unit of recompute."""
+    """Causal attention, attention to the encoder and feed-forward layers: a region."""
 
     config: Config
 

@@ -68,7 +68,7 @@ class Config:
 
 
 class Pair(nn.Module):
-    """Two 3x3 convolutions: the unit of recompute."""
+    """Two 3x3 convolutions: a region."""
 
     features: int
     dtype: Any

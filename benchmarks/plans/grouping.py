@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import jdelta
 from benchmarks import cases, steps, study
-from benchmarks.steps import UNITS
+from benchmarks.steps import REGIONS
 from benchmarks.study import Job, Row, Study, mib, share
 
 LAYERS = {"alike": False, "apart": True}
@@ -34,7 +34,7 @@ STEPS = {
 }
 SHARES = {"regions": (0.8, 0.6, 0.5), "layers": tuple(i / 20 for i in range(8, 18))}
 HEADS = {
-    "regions": [f"{units} {what}" for units in UNITS for what in ("peak", "plan", "+")],
+    "regions": [f"{regions} {what}" for regions in REGIONS for what in ("peak", "plan", "+")],
     "layers": [f"{way} {what}" for way in LAYERS for what in ("used", "+")],
 }
 
@@ -49,8 +49,8 @@ def row(step: str, what: str, target: str, share: float) -> Row:
         plans = {way: cases.plan(case, budget, target, **made[way])[0] for way in LAYERS}
         return {"budget": budget, **plans}
     plans = {
-        units: cases.plan(steps.build(step, remat=remat), budget, target)[0]
-        for units, remat in UNITS.items()
+        regions: cases.plan(steps.build(step, remat=remat), budget, target)[0]
+        for regions, remat in REGIONS.items()
     }
     return {"budget": budget, "plain_seconds": plain.price.seconds, **plans}
 
@@ -58,8 +58,8 @@ def row(step: str, what: str, target: str, share: float) -> Row:
 def regions_cells(r: Row) -> list[str]:
     """What regions that are marked or found come to; sizes in MiB."""
     figures: list[str] = []
-    for units in UNITS:
-        plan, plain = r[units], r["plain_seconds"]
+    for regions in REGIONS:
+        plan, plain = r[regions], r["plain_seconds"]
         if "error" in plan:
             figures += ["below floor", mib(plan["floor"]), "-"]
         else:

@@ -4,10 +4,10 @@ The batch doubles, from the step's own if that fits, until the program does not 
 bisected until the bracket is within 1 in 32. A program fits if the compiler accepts it, its peak is
 at most the memory, which `--memory` caps, and what it offloads fits into host memory. Methods:
 "plain"; "hand" (the best of the hand policies that suit the step); "found" (jdelta at any predicted
-overhead, with units that it finds); "found 10%" (at no more than 10 % of the plain step); "marked"
-and "marked 10%" (the same with the units that the model marks). What a plan adds are predicted
-seconds: of the instructions of both compiled programs, the plan's and the plain step's of the same
-batch. Where the compiler refuses the plain step, both are priced as they are traced.
+overhead, with regions that it finds); "found 10%" (at no more than 10 % of the plain step);
+"marked" and "marked 10%" (the same with the regions that the model marks). What a plan adds are
+predicted seconds: of the instructions of both compiled programs, the plan's and the plain step's of
+the same batch. Where the compiler refuses the plain step, both are priced as they are traced.
 
     python -m benchmarks run max_batch --step resnet50 --target cuda:h100 --memory 8GiB
 """
@@ -38,7 +38,7 @@ PLANS: dict[str, tuple[str, float | None]] = {
     "marked 10%": ("marked", 0.1),
     "marked": ("marked", None),
 }
-"""By method, whose units a plan has and what part of the plain step's time it may add."""
+"""By method, whose regions a plan has and what part of the plain step's time it may add."""
 
 METHODS = ("plain", "hand", *PLANS)
 HEADS = ["step", "target", "memory", "method", "batch", "over plain", "added"]
@@ -75,8 +75,8 @@ def ways(method: str, step: str, target: str, **options: Any) -> list[Callable[.
     if method == "plain":
         return [plain]
     if method in PLANS:
-        units, limit = PLANS[method]
-        return [functools.partial(plan, units=units, limit=limit)]
+        regions, limit = PLANS[method]
+        return [functools.partial(plan, regions=regions, limit=limit)]
     program = cases.traced(steps.build(step, **options), target)
     return [
         functools.partial(hand, policy=policy)
@@ -104,10 +104,10 @@ def _tried(program: cases.Program, room: int) -> Row:
 
 
 def plan(
-    step: str, target: str, room: int, *, units: str, limit: float | None, **options: Any
+    step: str, target: str, room: int, *, regions: str, limit: float | None, **options: Any
 ) -> Row:
     """Tries a plan, whose predicted overhead may be `limit` of the plain step."""
-    case = steps.build(step, remat=steps.UNITS[units], **options)
+    case = steps.build(step, remat=steps.REGIONS[regions], **options)
     found, made = cases.plan(case, room, target)
     if made is None:
         return {"fits": False, "plan": found}

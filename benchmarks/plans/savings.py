@@ -4,8 +4,8 @@ For each step and target: the floor (the least compiled peak) with the predicted
 plans for less than the plain step's compiled peak, twice: "total" counts the whole peak, as budgets
 do; "activation" counts only what the plain step needs beside arguments and results
 (peak - arguments - outputs + aliased), which is what papers quote. The steps of DELTA's own
-evaluation also get its -72 %. Units are those that the models mark, or found by jdelta. Seconds are
-predictions.
+evaluation also get its -72 %. Regions are those that the models mark, or found by jdelta. Seconds
+are predictions.
 
     python -m benchmarks run savings --step resnet50 --target cuda:h100
 """
@@ -25,7 +25,7 @@ THEIRS = 0.72
 PAPER = (*SAVINGS, THEIRS)
 TOO_SMALL = 1024  # bytes; a budget that no step fits
 HEADS = [
-    *"step target units of plain least saved overhead".split(),
+    *"step target regions of plain least saved overhead".split(),
     *(f"-{saving:.0%}" for saving in PAPER),
 ]
 
@@ -38,13 +38,13 @@ def row(
     Args:
         step: A key of `steps.STEPS`.
         target: Where to compile for.
-        units: Who says what a unit is, a key of `steps.UNITS`.
+        units: Who says what a region is, a key of `steps.REGIONS`.
         of: What is saved, one of `KINDS`.
         saving: The part of it that is saved; None for the floor.
         **options: Arguments of `models.build` in place of the step's own.
     """
     plain = plain_figures(step, target, tuple(options.items()))
-    case = steps.build(step, remat=steps.UNITS[units], **options)
+    case = steps.build(step, remat=steps.REGIONS[units], **options)
     budget = floor(case, target) if saving is None else _budget(plain, of, saving)
     return {"plain": plain, "plan": cases.plan(case, budget, target)[0]}
 
@@ -117,7 +117,7 @@ def _added(r: Row | None) -> str:
 def jobs(
     step: Sequence[str] = steps.PUBLISHED,
     target: Sequence[str] = steps.FOUR_TARGETS,
-    units: Sequence[str] = tuple(steps.UNITS),
+    units: Sequence[str] = tuple(steps.REGIONS),
     of: Sequence[str] = KINDS,
     saving: Sequence[float] = PAPER,
 ) -> list[Job]:

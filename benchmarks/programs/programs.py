@@ -1,7 +1,7 @@
 """The zoo of `tests/programs` on two compilers: is every promise kept for every step?
 
 For each program and target, ahead of time: the peak of the plain step and that of `jax.checkpoint`
-around the same units by hand; what jdelta comes to for the peak by hand and a fiftieth more; the
+around the same regions by hand; what jdelta comes to for the peak by hand and a fiftieth more; the
 plan for 60 % of the plain peak, its use of the budget, predicted overhead, compiles and seconds, of
 which XLA takes a part. What is not right is named. Nothing is run on a device.
 
@@ -40,7 +40,7 @@ LARGE = tuple(name for name, found in PROGRAMS.items() if found.large)
 
 
 def built(program: Program, remat: Callable[..., Any], target: str) -> cases.Program:
-    """The step with something around its units, not compiled yet."""
+    """The step with something around its regions, not compiled yet."""
     assert program.large
     step, args = program.make(program.large, remat)
     where = resolve(target)
@@ -111,7 +111,7 @@ def failures(r: Row) -> list[str]:
 
 
 def wrong_by_hand(r: Row) -> Iterator[str]:
-    """What `jax.checkpoint` around the units does better."""
+    """What `jax.checkpoint` around the regions does better."""
     if "hand" not in r:
         return
     peak, at = r["hand"]["peak"], r["at_hand"]
@@ -206,7 +206,7 @@ def summary(rows: list[Row]) -> list[list[str]]:
 
 
 SUMMARY = (
-    *("target", "programs", "with units", "reach the peak by hand", "planned to 60 %"),
+    *("target", "programs", "with regions", "reach the peak by hand", "planned to 60 %"),
     *("use it", "all right"),
 )
 

@@ -34,7 +34,7 @@ class TargetError(JdeltaError, ValueError):
 
 
 class TraceError(JdeltaError, ValueError):
-    """JAX traces the step, but not in units of recompute, and as it is it does not do.
+    """JAX traces the step, but not cut into regions, and as it is it does not do.
 
     Attributes:
         floor: Compiled peak of the step as it is, bytes per device; ``None`` when nothing was
@@ -47,4 +47,4 @@ class TraceError(JdeltaError, ValueError):
 
 
 class SpillError(JdeltaError, RuntimeError):
-    """The SSD tier cannot be used, or failed during a step."""
+    """Files cannot be used as a memory, or failed during a step."""

@@ -201,7 +201,7 @@ def test_another_program_is_refused_by_name(saved):
     ):
         saved.jit(other_step)(*arguments())
     doubled = lambda ws, x: step(jax.tree.map(lambda w: 2.0 * w, ws), x)  # noqa: E731
-    with pytest.raises(PlanMismatchError, match=r"its units have the same names"):
+    with pytest.raises(PlanMismatchError, match=r"its regions have the same names"):
         saved.jit(doubled)(*arguments())
 
 

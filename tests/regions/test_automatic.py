@@ -17,7 +17,7 @@ from jdelta._src.passes.program import Context, Program
 from jdelta._src.passes.recompute_after_forward import with_forward_first
 from jdelta._src.passes.rounding import without_harmful_rounding
 from jdelta._src.regions import cut
-from jdelta._src.regions.cut import bytes_held, loss_begins, segments
+from jdelta._src.regions.cut import bytes_held, cut_into_regions, loss_begins
 from jdelta._src.regions.find import tracing
 from jdelta._src.regions.region import Session
 from tests.compilers import TARGETS, needs_cuda
@@ -55,7 +55,7 @@ def cost(program, cuts):
 def test_cuts_are_near_the_best(widths):
     program = chain(widths)
     count = len(_jax.open_jaxpr(program).eqns)
-    found = segments(_jax.open_jaxpr(program).eqns)
+    found = cut_into_regions(_jax.open_jaxpr(program).eqns)
     cuts = [0, *(s.stop for s in found)]
     assert cuts == sorted(set(cuts))
     assert cuts[-1] == count
@@ -74,7 +74,7 @@ def test_small_values_take_no_places_from_large_ones(monkeypatch):
     costs = []
     for most in (count, count // 4):
         monkeypatch.setattr(cut, "MOST_CUTS", most)
-        found = segments(_jax.open_jaxpr(program).eqns)
+        found = cut_into_regions(_jax.open_jaxpr(program).eqns)
         costs.append(sum(cost(program, [0, *(s.stop for s in found)])))
     assert costs[1] <= 1.25 * costs[0]
 
@@ -116,7 +116,7 @@ def test_what_is_made_again_where_it_is_read_is_not_held():
 def test_coarse_cuts_are_fewer_and_not_much_worse():
     program = chain([64, 8, 64, 8, 64, 8, 64, 8, 64])
     eqns = _jax.open_jaxpr(program).eqns
-    fine, coarse = segments(eqns), segments(eqns, coarse=True)
+    fine, coarse = cut_into_regions(eqns), cut_into_regions(eqns, coarse=True)
     assert len(coarse) < len(fine)
     sums = [sum(cost(program, [0, *(s.stop for s in found)])) for found in (fine, coarse)]
     assert sums[0] <= sums[1] <= cut.COARSE * sums[0]
@@ -132,19 +132,19 @@ def test_of_cuts_that_keep_as_much_those_with_less_in_turn():
 
     ws = [jnp.zeros(pair) for pair in itertools.pairwise([64, 128, 192, 64])]
     eqns = _jax.open_jaxpr(_jax.inline(jax.make_jaxpr(run)(jnp.zeros((1024, 64)), ws))).eqns
-    assert segments(eqns) == [range(5), range(5, 10), range(10, 15)]
-    assert len(segments(eqns, is_whole=False)) == 2
+    assert cut_into_regions(eqns) == [range(5), range(5, 10), range(10, 15)]
+    assert len(cut_into_regions(eqns, is_whole=False)) == 2
 
 
 def test_a_loop_keeps_what_crosses_for_each_iteration():
     eqns = _jax.open_jaxpr(chain([64, 8, 64, 8, 64])).eqns
-    assert len(segments(eqns, trips=1)) > 1
-    assert len(segments(eqns, trips=1000)) == 1
+    assert len(cut_into_regions(eqns, trips=1)) > 1
+    assert len(cut_into_regions(eqns, trips=1000)) == 1
 
 
 def test_a_program_of_one_equation_is_one_unit():
     program = jax.make_jaxpr(jnp.tanh)(jnp.zeros(3))
-    assert segments(_jax.open_jaxpr(program).eqns) == [range(1)]
+    assert cut_into_regions(_jax.open_jaxpr(program).eqns) == [range(1)]
 
 
 def deep(w, x):
@@ -167,7 +167,7 @@ def test_the_last_unit_after_a_loop_is_left_alone():
         return back(y)
 
     some, everything = (planned(step, 0.5, *args)[1].keys() for step in (gradient, pulled))
-    assert {"unit/tanh", "head/exp"} < set(everything)
+    assert {"region/tanh", "head/exp"} < set(everything)
     assert set(some) == {name for name in everything if not name.startswith("head/")}
 
 
@@ -626,11 +626,13 @@ def test_integers_beside_a_unit_are_made_of_what_leaves_it():
 
 
 def test_what_the_rule_of_a_custom_vjp_differentiates_is_part_of_its_unit():
-    """Not a unit in a unit."""
+    """Not a region in a region."""
     program = PROGRAMS["custom_rules.vjp_rule_around_the_unit"]
     step, args = program.make(program.small, unmarked)
     plan = jdelta.plan(step, None, *args)
-    assert {r.region for r in plan.residuals} == {f"unit_{i}" for i in range(program.small.layers)}
+    assert {r.region for r in plan.residuals} == {
+        f"region_{i}" for i in range(program.small.layers)
+    }
 
 
 def attention_with_dropout(w, x, key):

@@ -189,11 +189,11 @@ def test_no_root_twice(path, base, inner):
 
 
 UNROLLED = {
-    "plain JAX": ("unit_{}", {"dot_general", "tanh", "dot_general_1", "tanh_1"}),
+    "plain JAX": ("region_{}", {"dot_general", "tanh", "dot_general_1", "tanh_1"}),
     "Flax Linen": ("LinenStack/LinenBlock_{}", {"Dense_0/dot_general", "Dense_1/dot_general"}),
     "Flax NNX": ("blocks/{}", {"up/dot_general", "tanh", "down/dot_general", "tanh_1"}),
     "Equinox": ("layer/{}", {"up/dot_general", "tanh", "down/dot_general", "tanh_1"}),
-    "Haiku": ("unit_{}", {"tanh", "tanh_1"}),
+    "Haiku": ("region_{}", {"tanh", "tanh_1"}),
 }
 
 
@@ -207,7 +207,7 @@ def test_every_framework_has_its_own_names(framework):
 
 
 MORE = [
-    (keras, "unit_3", "dense_6/dot_general", "dense_7/tanh"),
+    (keras, "region_3", "dense_6/dot_general", "dense_7/tanh"),
     (penzai, "block_3", "up/Linear/dot_general", "tanh_1"),
 ]
 """Frameworks that are not in the matrix, with two names of the fourth layer's."""
@@ -272,5 +272,5 @@ def test_layers_that_are_numbered_through_the_model_are_one_row():
     step, args = STEPS["Haiku"](64, 32, scan=False)
     _, priced, _ = decided(step, lambda *_: "save", *args)
     found = {row.name: row.regions for row in rows(priced, {r.name: Decision.SAVE for r in priced})}
-    assert found["unit_*/tanh"] == LAYERS
-    assert found["unit_*/linear_*/add"] == LAYERS - 1  # the first one has no number
+    assert found["region_*/tanh"] == LAYERS
+    assert found["region_*/linear_*/add"] == LAYERS - 1  # the first one has no number

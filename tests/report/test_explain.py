@@ -103,10 +103,10 @@ def test_a_pinned_decision_is_explained_by_its_pin(tmp_path):
     shapes, pin = small.make_args(), {"*/mlpwi": "recompute", "*/sub": "save"}
     made = jdelta.plan(small.step, 0.8, *shapes, donate_argnums=0, pin=pin)
     for plan in (made, loaded(made, tmp_path)):
-        assert {e.name for e in plan.explain("*") if e.pinned} == {"unit/mlpwi", "unit/sub"}
+        assert {e.name for e in plan.explain("*") if e.pinned} == {"region/mlpwi", "region/sub"}
         (found,) = plan.explain("*/mlpwi")
         assert found.turning is None
-        assert str(found).startswith("unit/mlpwi: recompute (pinned)\n")
+        assert str(found).startswith("region/mlpwi: recompute (pinned)\n")
         says = "No amount of memory for residuals changes this decision: it was pinned."
         assert str(found).endswith(says)
     answer = dataclasses.replace(made.answer, pinned=())
@@ -169,11 +169,11 @@ def test_the_host_has_the_room_that_was_asked_for(tmp_path):
 def test_what_was_pinned_to_the_host_is_explained_where_jaxlib_refuses_that(monkeypatch):
     shapes = small.make_args(1 << 16)
     made = jdelta.plan(small.step, "1GiB", *shapes, donate_argnums=0, pin={"*": "recompute"})
-    answer = dataclasses.replace(made.answer, pinned=(("unit/mlpwi", Decision.OFFLOAD),))
+    answer = dataclasses.replace(made.answer, pinned=(("region/mlpwi", Decision.OFFLOAD),))
     refused = "as an older jaxlib"
     monkeypatch.setattr("jdelta._src.backends.target._offload_refusal", lambda _: refused)
     plan = dataclasses.replace(asking(made, target="cuda:h100:1x1x8"), answer=answer)
-    (found,) = plan.explain("unit/mlpwi")
+    (found,) = plan.explain("region/mlpwi")
     assert found.pinned
     assert found.refusal == refused
 
@@ -189,7 +189,7 @@ def test_oom_lists_what_is_alive_at_the_peak():
     assert found.needed * 0.5 <= sum(sizes) <= found.needed * 1.5
     given = sum(alive.bytes for alive in found.alive if alive.what == "argument")
     assert given == sum(x.size * 4 for x in jax.tree.leaves(args))
-    assert any(alive.name == "unit/sin" for alive in found.alive)
+    assert any(alive.name == "region/sin" for alive in found.alive)
 
 
 def test_what_an_operation_takes_for_itself_is_named():

@@ -284,7 +284,7 @@ def failing(prim, *_, **__):
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        (failing, "policy failing fails for .* 'unit.*KeyError"),
+        (failing, "policy failing fails for .* 'region.*KeyError"),
         (lambda *_, **__: "save", "this one returned 'save'"),
         (lambda prim: True, "takes 1 positional argument|policy\\(primitive"),
     ],

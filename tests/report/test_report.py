@@ -50,7 +50,7 @@ def test_the_timeline_is_that_of_the_simulation_at_the_compiled_scale(plan):
             assert after.start == pytest.approx(before.start + before.seconds)
     assert max(m.bytes for m in picture.planned) == pytest.approx(plan.compiled_peak, rel=0.01)
     names = {name for m in picture.plain for name, _ in m.alive}
-    assert {"unit_0/sin", "unit_1/sin"} <= names
+    assert {"region_0/sin", "region_1/sin"} <= names
 
 
 def test_a_loop_is_drawn_over_all_its_iterations():
@@ -200,4 +200,4 @@ def test_values_are_called_by_their_names():
 
     found = trace(small.step, *small.make_args(8))
     names = set(labels(found.graph, found.plan_name).values())
-    assert {"unit/sin", "unit/input"} <= names
+    assert {"region/sin", "region/input"} <= names

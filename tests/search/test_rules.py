@@ -10,7 +10,7 @@ from jdelta._src.search import rules
 from jdelta._src.search.candidate import Found, Refused
 from jdelta._src.search.rules import Trials
 from jdelta._src.solver import Knapsack
-from jdelta._src.solver.problem import Item, Move, Problem, Tier
+from jdelta._src.solver.problem import Item, Memory, Move, Problem
 from tests.candidates import OFFLOAD, RECOMPUTE, SAVE, compiled, predicted
 
 BOUND = 1000
@@ -89,7 +89,7 @@ class Offered:
     def __init__(self, *, moves=True):
         move = Move(Decision.OFFLOAD, 1.0, 1.0, 8.0)
         item = Item("tanh", 8.0, 3.0, moves=(move,) if moves else ())
-        self.problem = Problem((item,), 0.0, (Tier(Decision.OFFLOAD),))
+        self.problem = Problem((item,), 0.0, (Memory(Decision.OFFLOAD),))
 
     def without(self, *_):
         return Offered(moves=False)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdelta._src.solver import Knapsack, Milp, Solver
-from jdelta._src.solver.problem import Item, Move, Problem, Tier
+from jdelta._src.solver.problem import Item, Memory, Move, Problem
 from jdelta._src.solver.solution import Outcome
 from tests.solver_problems import (
     AMOUNTS,
@@ -82,7 +82,7 @@ TABLE = {
         Problem(tiered((4, 9, 0, 1), (4, 9, 0, 1)), 0.0, host(4.0) + files()),
         2.0,
     ),
-    "files are no way without a tier's room": (
+    "files are no choice without a memory's room": (
         Problem(tiered((4, 9, 1, 0)), 0.0, host() + files(3.0)),
         2.0,
     ),
@@ -256,11 +256,11 @@ def test_bad_items_are_refused(item: Item, match: str):
         Knapsack().solve(Problem((Item("good", 1.0, 1.0), item), 1.0, host()))
 
 
-def test_each_tier_has_a_decision_of_its_own():
-    with pytest.raises(ValueError, match="each tier must have one decision of its own"):
+def test_each_memory_has_a_decision_of_its_own():
+    with pytest.raises(ValueError, match="each memory must have one decision of its own"):
         Knapsack().solve(Problem((), 1.0, host() + host()))
-    with pytest.raises(ValueError, match="each tier must have one decision of its own"):
-        Knapsack().solve(Problem((), 1.0, (Tier(SAVE_),)))
+    with pytest.raises(ValueError, match="each memory must have one decision of its own"):
+        Knapsack().solve(Problem((), 1.0, (Memory(SAVE_),)))
 
 
 def test_options_make_a_solver():

@@ -144,7 +144,7 @@ def test_models(name: str):
 def test_host_capacity_with_a_quick_link(part: float, share_of_host: float):
     problem = modelled(transformer(12, 3e12), part)
     room = share_of_host * sum(move.bytes for i in problem.items for move in i.moves)
-    problem = replace(problem, tiers=host(room))
+    problem = replace(problem, memories=host(room))
     exact = Milp(time_limit=3.0, mip_rel_gap=1e-3).solve(problem)
     heuristic = Knapsack().solve(problem)
     assert validate(problem, heuristic) == []

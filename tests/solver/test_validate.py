@@ -26,8 +26,8 @@ FAR = Solution((SPILL, SAVE), 4.0, 2.0, (0.0, 5.0), Outcome.OPTIMAL)
     [
         (GOOD, replace(RIGHT, decisions=(SAVE,)), "2 items, but 1 decisions"),
         (replace(GOOD, capacity=1.0), RIGHT, "2.0 bytes have the decision save, above the"),
-        (replace(GOOD, tiers=host(3.0) + files()), RIGHT, "4.0 bytes have the decision offload"),
-        (replace(GOOD, tiers=host() + files(4.0)), FAR, "5.0 bytes have the decision spill"),
+        (replace(GOOD, memories=host(3.0) + files()), RIGHT, "4.0 bytes have the decision offload"),
+        (replace(GOOD, memories=host() + files(4.0)), FAR, "5.0 bytes have the decision spill"),
         (GOOD, replace(RIGHT, overhead=1.0), "overhead says 1.0, but the decisions give 2.0"),
         (GOOD, replace(RIGHT, kept_bytes=1.0), "kept_bytes says 1.0, but the decisions give 2.0"),
         (GOOD, replace(FAR, overhead=5.0), "overhead says 5.0, but the decisions give 4.0"),
@@ -41,14 +41,14 @@ FAR = Solution((SPILL, SAVE), 4.0, 2.0, (0.0, 5.0), Outcome.OPTIMAL)
             replace(FAR, moved_bytes=(0.0, 4.0)),
             "(spill) says 4.0, but the",
         ),
-        (GOOD, replace(FAR, moved_bytes=(5.0,)), "there are 2 tiers, but moved_bytes (5.0,)"),
+        (GOOD, replace(FAR, moved_bytes=(5.0,)), "there are 2 memories, but moved_bytes (5.0,)"),
         (
             GOOD,
             replace(RIGHT, decisions=(OFFLOAD, SPILL)),
             "for item 'fixed' is spill, but it may only be save, recompute",
         ),
         (
-            replace(GOOD, tiers=host(4.0)),
+            replace(GOOD, memories=host(4.0)),
             FAR,
             "for item 'moved' is spill, but it may only be save, offload, recompute",
         ),
@@ -63,7 +63,7 @@ def test_validate_finds(problem: Problem, solution: Solution, fault: str):
 @MANY
 @given(problems(), st.data())
 def test_validate_agrees_on_figures(problem: Problem, data: st.DataObject):
-    tiers = tuple(replace(tier, capacity=math.inf) for tier in problem.tiers)
-    problem = replace(problem, capacity=math.inf, tiers=tiers)
+    memories = tuple(replace(memory, capacity=math.inf) for memory in problem.memories)
+    problem = replace(problem, capacity=math.inf, memories=memories)
     decisions = [data.draw(st.sampled_from(ways(item))) for item in problem.items]
     assert validate(problem, Solution.of(problem, decisions, Outcome.HEURISTIC)) == []

@@ -100,21 +100,21 @@ def test_what_is_not_spilled(tmp_path):
     step, args = network(scan=False)
     found, target = analysed(step, args)
     size = {r.name: r.bytes for r in found}["block_0/tanh"]
-    way = to_files(jdelta.Spill(str(tmp_path), least=size), RATES, found, target)
-    refusals = {r.name: way.refusal(r) for r in found}
+    link = to_files(jdelta.Spill(str(tmp_path), least=size), RATES, found, target)
+    refusals = {r.name: link.refusal(r) for r in found}
     assert refusals["block_0/tanh"] is None
     assert refusals["block_0/_bernoulli/lt"] == "too small to be worth a file"
-    last = {name for name, why in refusals.items() if "last unit" in (why or "")}
+    last = {name for name, why in refusals.items() if "last region" in (why or "")}
     assert last == {r.name for r in found if r.region == f"block_{LAYERS - 1}" and r.bytes >= size}
     weights = {tuple(w.shape[1:]) for w in args[0]}
     assert not [r for r in found if r.shape in weights]  # no residuals, so never spilled
     one = next(r for r in found if r.name == "block_0/tanh")
     odd = [dataclasses.replace(one, dtype=dtype) for dtype in ("int4", "key<fry>")]
-    assert all("whole bytes" in way.refusal(r) for r in odd)
+    assert all("whole bytes" in link.refusal(r) for r in odd)
     into = dataclasses.replace(one, entering=f"block_{LAYERS - 1}/input", boundary=True)
-    assert "last unit" in way.refusal(into)
+    assert "last region" in link.refusal(into)
     branch = dataclasses.replace(one, conditional=True)
-    assert "cond" in way.refusal(branch)
+    assert "cond" in link.refusal(branch)
 
 
 @pytest.mark.parametrize("rate", [1e9, 2e9, 4e9])
@@ -123,9 +123,9 @@ def test_what_is_beyond_the_rule_costs_its_transfers(tmp_path, rate):
     found, target = analysed(step, args)
     slow = [dataclasses.replace(r, seconds=r.bytes / 8e9 if r.needed else 0.0) for r in found]
     spill = jdelta.Spill(str(tmp_path), least=1024)
-    way = to_files(spill, SpillRates(rate, rate), slow, target)
+    link = to_files(spill, SpillRates(rate, rate), slow, target)
     regions = [f"block_{i}" for i in range(LAYERS)]
-    open_ = [r.needed and way.refusal(r) is None for r in slow]
+    open_ = [r.needed and link.refusal(r) is None for r in slow]
     scopes = [
         Scope(
             region,
@@ -138,13 +138,13 @@ def test_what_is_beyond_the_rule_costs_its_transfers(tmp_path, rate):
     assert 0 < hidden < LAYERS - 1
     for r, may in zip(slow, open_, strict=True):
         if may:
-            move = way.move(r)
+            move = link.move(r)
             late = regions.index(r.region) >= hidden
             assert (move.seconds_out == 0.0) == late
             if late:
                 assert move.seconds_exposed == pytest.approx(2 * r.bytes / rate)
-    tier = way.tier(slow, way.room)
-    assert tier.hidden_out >= sum(s.bytes for s in scopes[:hidden]) / rate
+    memory = link.memory(slow, link.room)
+    assert memory.hidden_out >= sum(s.bytes for s in scopes[:hidden]) / rate
 
 
 def test_items_may_go_to_files(tmp_path):
@@ -157,7 +157,7 @@ def test_items_may_go_to_files(tmp_path):
     tanh = next(r for r in found if r.name == "block/tanh")
     assert moves["block/tanh"].seconds_out == tanh.bytes / RATES.write
     assert moves["block/tanh"].bytes == tanh.bytes
-    assert [tier.capacity for tier in items.problem.tiers] == [math.inf, 5 * 2**20]
+    assert [memory.capacity for memory in items.problem.memories] == [math.inf, 5 * 2**20]
     assert not any(item.move(Decision.OFFLOAD) for item in items.problem.items)
     assert items.leaving == {"block/input_2": Decision.SPILL}
     with pytest.raises(jdelta.BudgetError, match=r"puts .* in files, more than the"):
@@ -173,8 +173,8 @@ def test_items_may_go_to_files(tmp_path):
 def test_frameworks(name, scan, spill):
     step, args = STEPS[name](1024, 32, scan=scan)
     found, target = analysed(step, args)
-    way = to_files(spill, RATES, found, target)
-    open_ = [r for r in found if r.needed and not r.boundary and way.refusal(r) is None]
+    link = to_files(spill, RATES, found, target)
+    open_ = [r for r in found if r.needed and not r.boundary and link.refusal(r) is None]
     names = [r.name for r in sorted(open_, key=lambda r: -r.bytes)[:3]]
     plan = jdelta.plan(step, None, *args, spill=spill, pin=dict.fromkeys(names, "spill"))
     check(plan.jit()(*args), jax.jit(step)(*args))

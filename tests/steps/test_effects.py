@@ -312,7 +312,7 @@ def test_errors_of_the_step_pass_as_they_are():
         jdelta.plan(jax.grad(deep), None, W[0], X.T)
 
 
-PARTS = ["regions.find.segments", "passes.emit.timeline", "residuals.residual.storage"]
+PARTS = ["regions.find.cut_into_regions", "passes.emit.timeline", "residuals.residual.storage"]
 
 
 @pytest.mark.parametrize("part", PARTS)

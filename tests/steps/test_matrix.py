@@ -17,7 +17,7 @@ def written():
 
 
 def cells(*row):
-    """What the page says of a form: units, equal, fits."""
+    """What the page says of a form: regions, equal, fits."""
     name = matrix.line(*row, "", "", "").split(" |")[:3]
     (found,) = [text for text in written() if text.split(" |")[:3] == name]
     return [cell.strip(" |") for cell in found.split(" |")[3:6]]
@@ -30,9 +30,9 @@ def test_the_page_has_every_form_once():
 
 
 @EVERY
-def test_units_and_results_are_as_written(framework, scan, marks):
-    units, equal, _ = cells(framework, scan, marks)
-    assert (units, equal) == matrix.small(framework, scan, marks)
+def test_regions_and_results_are_as_written(framework, scan, marks):
+    regions, equal, _ = cells(framework, scan, marks)
+    assert (regions, equal) == matrix.small(framework, scan, marks)
 
 
 @pytest.mark.compiler

@@ -49,12 +49,12 @@ def names_count() -> contextlib.AbstractContextManager[None]:
 
 def _hashed(*parts: object) -> bytes:
     """The digest of parts, each told from the next."""
-    made = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
-        made.update(b"%d:" % len(data))
-        made.update(data)
-    return made.digest()
+        hasher.update(b"%d:" % len(data))
+        hasher.update(data)
+    return hasher.digest()
 
 
 class _Digests:

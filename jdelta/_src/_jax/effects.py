@@ -26,8 +26,8 @@ def happens_once(made: Any) -> bool:
 
 
 def _is_once(effect: Any) -> bool:
-    again = effects.remat_allowed_effects.contains(effect)
-    return not again or type(effect).__name__ in _ONCE or _is_of_ref(effect)
+    is_repeatable = effects.remat_allowed_effects.contains(effect)
+    return not is_repeatable or type(effect).__name__ in _ONCE or _is_of_ref(effect)
 
 
 def _is_of_ref(effect: Any) -> bool:
@@ -36,9 +36,9 @@ def _is_of_ref(effect: Any) -> bool:
 
 def effects_of(inputs: Iterable[Var], eqns: Iterable[Any]) -> frozenset[Any]:
     """The effects of a program: those of its equations, on refs among its inputs only."""
-    given = set(inputs)
-    found = {effect for eqn in eqns for effect in eqn.effects}
-    return frozenset(e for e in found if not _is_of_ref(e) or getattr(e, "input", None) in given)
+    refs = set(inputs)
+    unique = {effect for eqn in eqns for effect in eqn.effects}
+    return frozenset(e for e in unique if not _is_of_ref(e) or getattr(e, "input", None) in refs)
 
 
 def effects_on(made: Any, became: Mapping[Var, Atom]) -> Any:

@@ -92,9 +92,9 @@ def with_barriers(closed: Jaxpr, after: Mapping[int, Sequence[Sequence[Var]]]) -
     for index, eqn in enumerate(inner.eqns):
         eqns.append(eqn.replace(invars=now(eqn.invars)))
         for values in after.get(index, ()):
-            made = [new_var(v.aval) for v in values]
-            eqns.append(from_template(_barrier_equation(), now(values), made, eqn))
-            behind.update(zip(values, made, strict=True))
+            results = [new_var(v.aval) for v in values]
+            eqns.append(from_template(_barrier_equation(), now(values), results, eqn))
+            behind.update(zip(values, results, strict=True))
     return rebuild(closed, eqns, now(inner.outvars))
 
 

@@ -68,13 +68,13 @@ def rebuild(
     """A closed jaxpr like ``jaxpr`` with other equations, outputs, inputs and further constants."""
     inner = open_jaxpr(jaxpr)
     constvars = [*inner.constvars, *new_consts]
-    given = list(inner.invars if invars is None else invars)
+    inputs = list(inner.invars if invars is None else invars)
     raw = core.Jaxpr(
         constvars,
-        given,
+        inputs,
         list(outvars),
         list(eqns),
-        effects_of([*constvars, *given], eqns),
+        effects_of([*constvars, *inputs], eqns),
         inner.debug_info.with_unknown_names(),
     )
     return core.ClosedJaxpr(raw, [*consts_of(jaxpr), *new_consts.values()])
@@ -144,8 +144,8 @@ def program_of(eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:
                 kept.append(eqn)
                 needed.update(v for v in eqn.invars if is_var(v))
         kept.reverse()
-    made = {v for eqn in kept for v in eqn.outvars}
-    read = dict.fromkeys(v for eqn in kept for v in eqn.invars if is_var(v) and v not in made)
+    computed = {v for eqn in kept for v in eqn.outvars}
+    read = dict.fromkeys(v for eqn in kept for v in eqn.invars if is_var(v) and v not in computed)
     effects = effects_of(read, kept)
     names = _of_no_function()
     return core.ClosedJaxpr(core.Jaxpr([], list(read), list(outvars), kept, effects, names), [])

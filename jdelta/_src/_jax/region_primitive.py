@@ -118,8 +118,8 @@ def _remat(primitive: Any, shield: Shield, context: Any, /, *args: Any, **params
     policy = policy or jax.checkpoint_policies.nothing_saveable
     run = functools.partial(primitive.bind, **params)
     shielded = shield(policy, params["name"])
-    outputs, kept, again = _linearized(run, policy, args, prevent_cse=shielded)
-    return (outputs, kept, again) if is_trace else (outputs, functools.partial(again, kept))
+    outputs, kept, recompute = _linearized(run, policy, args, prevent_cse=shielded)
+    return (outputs, kept, recompute) if is_trace else (outputs, functools.partial(recompute, kept))
 
 
 def _linearized(
@@ -149,12 +149,12 @@ def _linearized(
     kept, tree = jax.tree.flatten(tangents_of)
 
     @jax.custom_jvp
-    def again(_: Sequence[Any], *xs: Any) -> list[Any]:
+    def recompute(_: Sequence[Any], *xs: Any) -> list[Any]:
         return run(*xs)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         linear = jax.tree.unflatten(tree, primals[0])
-        return again(*primals), linear(*(tangents[1 + i] for i in inexact))
+        return recompute(*primals), linear(*(tangents[1 + i] for i in inexact))
 
-    again.defjvp(jvp)
-    return outputs, kept, again
+    recompute.defjvp(jvp)
+    return outputs, kept, recompute

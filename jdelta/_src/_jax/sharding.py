@@ -107,8 +107,8 @@ def shardings_of(closed: Jaxpr, args: Any, platform: str) -> Shardings:
         TargetError: JAX is told to use another partitioner.
     """
     leaves = jax.tree.leaves(args)
-    given = [getattr(leaf, "sharding", None) for leaf in leaves]
-    sizes = {name: size for s in given for name, size in _mesh_shape(s).items()}
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    sizes = {name: size for s in shardings for name, size in _mesh_shape(s).items()}
     if math.prod(sizes.values()) == 1:
         return UNSHARDED
     if not getattr(jax.config, "jax_use_shardy_partitioner", True):
@@ -124,7 +124,7 @@ def shardings_of(closed: Jaxpr, args: Any, platform: str) -> Shardings:
         var = variables[number]
         if var not in specs or parts_of(spec) < parts_of(specs[var]):  # a body that is called twice
             specs[var] = spec
-    for var, sharding, leaf in zip(_jax.open_jaxpr(closed).invars, given, leaves, strict=True):
+    for var, sharding, leaf in zip(_jax.open_jaxpr(closed).invars, shardings, leaves, strict=True):
         specs[var] = _given(sharding, np.ndim(leaf))
     named = {
         name: eqn.outvars[0]
@@ -221,8 +221,8 @@ def _propagated(module: Any) -> Iterator[tuple[int, Spec]]:
         }
         for op in _operations(module.operation):
             if op.name == "stablehlo.custom_call" and _text(op, "call_target_name") == _CALL:
-                given = ir.DictAttr(op.attributes["mhlo.backend_config"])
-                number: int = ir.IntegerAttr(given["number"]).value
+                config = ir.DictAttr(op.attributes["mhlo.backend_config"])
+                number: int = ir.IntegerAttr(config["number"]).value
                 yield number, _spec(_sharding(op.operands[0]), meshes)
 
 
@@ -245,8 +245,8 @@ def _sharding_of_argument(op: Any, index: int) -> Any:
         return _of_many(op, index)
     if "arg_attrs" not in op.attributes:
         return None
-    given = ir.DictAttr(op.attributes["arg_attrs"][index])
-    return next((entry.attr for entry in given if entry.name == _SHARDING), None)
+    attributes = ir.DictAttr(op.attributes["arg_attrs"][index])
+    return next((entry.attr for entry in attributes if entry.name == _SHARDING), None)
 
 
 def _of_many(op: Any, index: int, key: str = _SHARDING) -> Any:

@@ -59,9 +59,9 @@ def with_fetched_inputs(closed: Jaxpr, skip: int = 0) -> tuple[Jaxpr, list[bool]
     rest = inner.invars[skip:]
     replaced = [v in fetches and reads[v] == 1 for v in rest]
     gone = {id(fetches[v]) for v, is_replaced in zip(rest, replaced, strict=True) if is_replaced}
-    near = [fetches[v].outvars[0] if r else v for v, r in zip(rest, replaced, strict=True)]
+    inputs = [fetches[v].outvars[0] if r else v for v, r in zip(rest, replaced, strict=True)]
     eqns = [e for e in inner.eqns if id(e) not in gone]
-    invars = [*inner.invars[:skip], *near]
+    invars = [*inner.invars[:skip], *inputs]
     return _jax.rebuild(closed, eqns, inner.outvars, invars=invars), replaced
 
 
@@ -82,8 +82,8 @@ def with_copies_left_out(
     copies = {e.outvars[0]: e.invars[0] for e in inner.eqns if crosses_to_host(e)}
     rest = inner.outvars[skip:]
     away = [w and _jax.is_var(v) and v in copies for v, w in zip(rest, which, strict=True)]
-    near = [copies[v] if is_away else v for v, is_away in zip(rest, away, strict=True)]
-    return _jax.rebuild(closed, inner.eqns, [*inner.outvars[:skip], *near]), away
+    outputs = [copies[v] if is_away else v for v, is_away in zip(rest, away, strict=True)]
+    return _jax.rebuild(closed, inner.eqns, [*inner.outvars[:skip], *outputs]), away
 
 
 def copied_once(closed: Jaxpr) -> Jaxpr:

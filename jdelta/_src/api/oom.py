@@ -34,7 +34,7 @@ class Alive:
     Attributes:
         what: "argument" or "temporary".
         name: Path in the arguments; name of the residual, or what makes the temporary, ``*`` for
-            the number of alike units.
+            the number of alike regions.
         shape: Dtype and shape of each; "arrays" for arguments of several.
         count: How many there are.
         bytes: Bytes of all of them on one device.

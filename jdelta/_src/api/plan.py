@@ -40,7 +40,7 @@ class Plan(PlanRecord):
     """What becomes of every residual of a training step, and the checked result of compiling it.
 
     A plan made with ``per_layer=False`` is a ``jax.checkpoint`` policy: pass it as ``policy=`` to
-    ``jdelta.remat``, ``jax.checkpoint``, ``nn.remat`` or ``nnx.remat`` around units marked with
+    ``jdelta.remat``, ``jax.checkpoint``, ``nn.remat`` or ``nnx.remat`` around regions marked with
     ``jdelta.remat``. It is immutable and hashable; plans that came out alike are
     equal.
 

@@ -28,7 +28,7 @@ from jdelta._src.regions.region import Grouping
 from jdelta._src.regions.trace import Trace, own_errors_only, trace
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.items import Items
-from jdelta._src.residuals.links import Way
+from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.search import updates_in_loops
 from jdelta._src.search.candidate import Found
@@ -137,8 +137,8 @@ def plan(
     """Plan a training step to a memory budget, compile it under the plan and check it.
 
     Args:
-        step_fn: Any function that ``jax.jit`` accepts. Where it takes a gradient inside, its units
-            of recompute are those marked by ``jdelta.remat``; if no gradient goes through any, they
+        step_fn: Any function that ``jax.jit`` accepts. Where it takes a gradient inside, its
+            regions are those marked by ``jdelta.remat``; if no gradient goes through any, regions
             are found in the program. A function without a gradient (evaluation, prefill) has
             nothing to decide: it fits the budget as it is, or not. It is not edited.
         budget: Bound on the peak per device of the whole compiled step: bytes (``int``), a size
@@ -192,7 +192,7 @@ def plan(
         ArgumentError: An option is not known, or an argument of the step is nothing to trace.
         BudgetError: The budget is malformed, above the target's memory, or below the floor; or more
             is pinned to the host than ``host_budget``.
-        TraceError: JAX traces the step, but not cut into units of recompute.
+        TraceError: JAX traces the step, but not cut into regions.
         TargetError: The target is unknown or its compiler is not installed.
         OffloadError: The compiled program does not offload what was planned, or a pattern of
             ``pin`` offloads nothing.
@@ -326,7 +326,7 @@ def _plan(
     host_room = _host_capacity(host_budget, where, placed)
     store, rates = _spilling(spill, where)
 
-    def files(residuals: Sequence[Residual]) -> Way | None:
+    def files(residuals: Sequence[Residual]) -> Link | None:
         return to_files(spill, rates, residuals, where) if spill and rates else None
 
     def traced(grouping: Grouping) -> Trace:

@@ -69,7 +69,7 @@ CPU = Backend(
     ),
     transfers=Transfers(are_timed=False, are_tied=False, slack=1.0, counts_instructions=False),
     passes=Passes(
-        # It would compute what enters a unit again in each of its readers, rounding and all.
+        # It would compute what enters a region again in each of its readers, rounding and all.
         plain_region_inputs=True,
         written_bits=False,
     ),

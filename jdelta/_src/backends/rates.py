@@ -205,12 +205,12 @@ def _link(device: Device, sizes: _Sizes) -> tuple[float, float] | None:
     """Bytes/s to pinned host memory and back; ``None`` where the host's memory is the device's."""
     if not _has_own_memory(device):
         return None
-    here = SingleDeviceSharding(device)
+    on_device = SingleDeviceSharding(device)
     x = _array(device, sizes.array)
-    there = here.with_memory_kind("pinned_host")
-    host = jax.device_put(x, there)
-    away = _seconds(partial(jax.device_put, x, there))
-    back = _seconds(partial(jax.device_put, host, here))
+    on_host = on_device.with_memory_kind("pinned_host")
+    host = jax.device_put(x, on_host)
+    away = _seconds(partial(jax.device_put, x, on_host))
+    back = _seconds(partial(jax.device_put, host, on_device))
     return x.nbytes / away, x.nbytes / back
 
 

@@ -271,7 +271,7 @@ def _no_options(_: argparse.ArgumentParser) -> None:
 
 
 def _targets(_: Options) -> Answer:
-    found = list(map(published, names()))
+    targets = list(map(published, names()))
     body = [
         (
             t.name,
@@ -281,12 +281,12 @@ def _targets(_: Options) -> Answer:
             f"{t.rates.bandwidth / 1e9:.0f}",
             f"{t.rates.device_to_host / 1e9:.0f}",
         )
-        for t in found
+        for t in targets
     ]
     head = ("target", "device", "memory", "bf16 TFLOP/s", "memory GB/s", "host GB/s")
     record = [
         {"name": t.name, "kind": t.kind, "memory": t.memory, **dataclasses.asdict(t.rates)}
-        for t in found
+        for t in targets
     ]
     note = "Published rates; the host link is an estimate. Rates of attached devices are measured."
     return Answer(record, [Block(head, body, notes=[note])])

@@ -25,18 +25,18 @@ def function(text: str) -> Callable[..., Any]:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
             raise
         raise argparse.ArgumentTypeError(f"{text!r}: there is no module {error.name!r}") from error
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise argparse.ArgumentTypeError(f"{text!r}: {module} has no {name!r}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is a {type(found).__name__}, not a function")
-    return found
+        value = getattr(value, part)
+    if not callable(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is a {type(value).__name__}, not a function")
+    return value
 
 
 def plan_file(path: str) -> Plan:
@@ -63,8 +63,8 @@ def pin(text: str) -> tuple[str, str]:
     Raises:
         argparse.ArgumentTypeError: There is no ``=``.
     """
-    pattern, found, decision = text.rpartition("=")
-    if not found:
+    pattern, separator, decision = text.rpartition("=")
+    if not separator:
         raise argparse.ArgumentTypeError(f"expected PATTERN=DECISION, got {text!r}")
     return pattern, decision
 

@@ -33,10 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"error: the command line needs {error.name}: pip install 'jdelta[cli]'")
         return 4
-    given = _parser(commands.COMMANDS).parse_args(argv)
+    options = _parser(commands.COMMANDS).parse_args(argv)
     try:
         with output.progress():
-            answer = given.run(given)
+            answer = options.run(options)
     except BudgetError as error:
         output.failed(str(error))
         return 3
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output.failed(str(error))
         return 4
     try:
-        output.show(answer, as_json=given.json)
+        output.show(answer, as_json=options.json)
         sys.stdout.flush()
     except BrokenPipeError:  # of `| head`: enough was read
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit

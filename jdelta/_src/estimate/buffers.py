@@ -219,18 +219,18 @@ def of_images(graph: Graph) -> dict[int, tuple[int, int]]:
     A TPU's convolutions want these two minor, so no other layout is chosen where it has less
     padding: 64 features of 112 × 112 pixels take the memory of 128.
     """
-    found: dict[int, tuple[int, int]] = {}
+    dims: dict[int, tuple[int, int]] = {}
     for op in graph.operations:
         if op.primitive == "conv_general_dilated":
-            found[op.outputs[0]] = tuple(op.params["dimension_numbers"].out_spec[:2])
+            dims[op.outputs[0]] = tuple(op.params["dimension_numbers"].out_spec[:2])
         elif op.primitive in CHEAP | EXPENSIVE | WINDOWS:
             for v in op.outputs:
                 rank = len(graph.values[v].shape)
                 same = (i for i in op.inputs if len(graph.values[i].shape) == rank)
-                image = next((i for i in same if i in found), None)
+                image = next((i for i in same if i in dims), None)
                 if image is not None:
-                    found[v] = found[image]
-    return found
+                    dims[v] = dims[image]
+    return dims
 
 
 def _is_narrowing(graph: Graph, op: Operation) -> bool:
@@ -370,7 +370,7 @@ def _softmaxes(
     def exponential(product: int) -> int | None:
         """The one of a product that is masked in a wider type; None if it is read otherwise."""
         size = graph.values[product].bytes
-        made, met, seen, todo = set[int](), set[str](), {product}, [product]
+        exponentials, met, seen, todo = set[int](), set[str](), {product}, [product]
         while todo:
             value = todo.pop()
             if value in outputs:
@@ -378,7 +378,7 @@ def _softmaxes(
             for reader in readers[value]:
                 result = reader.outputs[0]
                 if reader.primitive == "exp":
-                    made.add(result)
+                    exponentials.add(result)
                 elif compiler.is_elementwise(reader):
                     todo += {result} - seen
                     seen.add(result)
@@ -386,11 +386,11 @@ def _softmaxes(
                         met.add(reader.primitive)
                 elif reader.primitive != "reduce_max":
                     return None
-        if len(made) != 1 or "select_n" not in met:
+        if len(exponentials) != 1 or "select_n" not in met:
             return None
-        (found,) = made
-        reading = {reader.primitive for reader in readers[found]}
-        return found if "reduce_sum" in reading and len(reading) > 1 else None
+        (result,) = exponentials
+        reading = {reader.primitive for reader in readers[result]}
+        return result if "reduce_sum" in reading and len(reading) > 1 else None
 
     products = (op.outputs[0] for op in graph.operations if op.primitive in MATMULS)
     found = ((product, exponential(product)) for product in products)

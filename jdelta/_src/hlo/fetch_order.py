@@ -233,10 +233,10 @@ class _Scope:
 
 
 def _literal(text: str) -> int:
-    found = re.search(r"-?\d+|true|false", text)
-    if found is None:
+    match = re.search(r"-?\d+|true|false", text)
+    if match is None:
         raise _UnknownError
-    return _LITERALS[found[0]] if found[0] in _LITERALS else int(found[0])
+    return _LITERALS[match[0]] if match[0] in _LITERALS else int(match[0])
 
 
 def _fetches(scope: _Scope) -> Iterator[tuple[Instruction, _Scope]]:

@@ -206,8 +206,8 @@ def needed_bytes(message: str) -> int | None:
     ``None`` when the message is about something else. The TPU compiler rounds to four digits or so
     ("15.76G"), and has two forms of this message.
     """
-    found = _REFUSAL.search(message)
-    return found and round(float(found["size"]) * _UNITS[found["unit"]])
+    match = _REFUSAL.search(message)
+    return match and round(float(match["size"]) * _UNITS[match["unit"]])
 
 
 def _refused(needed: int, seconds: float) -> Measurement:
@@ -267,10 +267,10 @@ def _read_off(
         said["overlap"] = read_overlap(program, target.rates)
     if not reported:
         return {"host": 0, **said}
-    there = buffers(program)
+    on_host = buffers(program)
     return {
-        "host": min(reported, sum(there)) if reading.counts_on_chip else reported,
-        "host_buffers": there,
+        "host": min(reported, sum(on_host)) if reading.counts_on_chip else reported,
+        "host_buffers": on_host,
         "wrong_fetches": tuple(forward_fetches(program)) if reading.may_misorder_fetches else (),
         **said,
     }

@@ -37,10 +37,10 @@ def _slot(instruction: Instruction, call: str) -> int | None:
     if instruction.opcode not in ("custom-call", "send", "recv"):
         return None
     if instruction.attribute("custom_call_target") == call:
-        found = _ATTRIBUTE.search(instruction.attributes)
+        match = _ATTRIBUTE.search(instruction.attributes)
     else:
-        found = re.search(scope(call, r"(\d+)/"), instruction.attribute("op_name"))
-    return int(found[1]) if found else None
+        match = re.search(scope(call, r"(\d+)/"), instruction.attribute("op_name"))
+    return int(match[1]) if match else None
 
 
 def _values(instruction: Instruction, computation: Computation, call: str) -> Iterable[Array]:

@@ -60,8 +60,8 @@ class Array:
     @property
     def bits(self) -> int:
         """Bits of one element; types narrower than a byte are packed, truth values are not."""
-        found = _WIDTH.match(self.dtype)
-        return int(found[1]) if found else 8 * (self.dtype == "pred")
+        match = _WIDTH.match(self.dtype)
+        return int(match[1]) if match else 8 * (self.dtype == "pred")
 
     @property
     def bytes(self) -> int:
@@ -76,8 +76,8 @@ class Array:
         """The name that numpy and ml_dtypes have for the element type."""
         if self.dtype in _DTYPES:
             return _DTYPES[self.dtype]
-        if found := re.fullmatch(r"f(\d)(e\d+m\d+\w*)", self.dtype):
-            return f"float{found[1]}_{found[2]}"
+        if match := re.fullmatch(r"f(\d)(e\d+m\d+\w*)", self.dtype):
+            return f"float{match[1]}_{match[2]}"
         return re.sub(r"^([su])(?=\d)", lambda m: {"s": "int", "u": "uint"}[m[1]], self.dtype)
 
 
@@ -121,14 +121,14 @@ class Instruction:
     @cached_property
     def called(self) -> str | None:
         """The computation that a fusion, a call or an asynchronous start runs."""
-        found = _CALLED.search(self.attributes)
-        return found and found[1]
+        match = _CALLED.search(self.attributes)
+        return match and match[1]
 
     def attribute(self, name: str) -> str:
         """The value of an attribute without its braces, quotes or sign; empty if not there."""
         value = rf'\b{name}=(?:\{{([^}}]*)\}}|"([^"]*)"|%?([\w.\->]+))'
-        found = re.search(value, self.attributes)
-        return next(filter(None, found.groups()), "") if found else ""
+        match = re.search(value, self.attributes)
+        return next(filter(None, match.groups()), "") if match else ""
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -137,9 +137,9 @@ class Instruction:
         A custom call has attributes of MLIR there, if its handler is an FFI one: a Cholesky
         decomposition on a GPU ``{lower = true}``.
         """
-        _, found, text = self.attributes.partition("backend_config=")
+        _, separator, text = self.attributes.partition("backend_config=")
         try:
-            config = json.JSONDecoder().raw_decode(text)[0] if found else {}
+            config = json.JSONDecoder().raw_decode(text)[0] if separator else {}
         except json.JSONDecodeError:
             return {}
         return cast(dict[str, Any], config) if isinstance(config, dict) else {}
@@ -207,11 +207,11 @@ def parse(text: str) -> Module:
     header: re.Match[str] | None = None
     body: list[tuple[bool, Instruction]] = []
     for line in text.splitlines():
-        if found := _LINE.fullmatch(line):
-            body.append((bool(found["root"]), _instruction(found["name"], found["rest"])))
-        elif found := _HEADER.fullmatch(line):
-            header, body = found, []
-            entry = found["name"] if found["entry"] else entry
+        if match := _LINE.fullmatch(line):
+            body.append((bool(match["root"]), _instruction(match["name"], match["rest"])))
+        elif match := _HEADER.fullmatch(line):
+            header, body = match, []
+            entry = match["name"] if match["entry"] else entry
         elif line.startswith("}") and header:
             computations[header["name"]] = _computation(header["name"], body)
             header = None
@@ -245,10 +245,10 @@ def _instruction(name: str, text: str) -> Instruction:
 def _closing(text: str, start: int) -> int:
     """Where the parenthesis that opens at ``start`` has closed."""
     depth = 0
-    for found in re.finditer(r"[()]", text[start:]):
-        depth += 1 if found[0] == "(" else -1
+    for match in re.finditer(r"[()]", text[start:]):
+        depth += 1 if match[0] == "(" else -1
         if depth == 0:
-            return start + found.end()
+            return start + match.end()
     raise ValueError(f"unbalanced parentheses in HLO text: {text[:200]!r}")
 
 
@@ -272,14 +272,14 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _array(text: str) -> Array:
-    found = _ARRAY.match(text)
-    if found is None:
+    match = _ARRAY.match(text)
+    if match is None:
         raise ValueError(f"no shape in HLO text: {text[:200]!r}")
-    order, _, rest = (found["layout"] or "").partition(":")
+    order, _, rest = (match["layout"] or "").partition(":")
     memory, tile = re.search(r"S\((\d+)\)", rest), _TILE.search(rest)
     return Array(
-        dtype=found["dtype"],
-        dims=_numbers(found["dims"]),
+        dtype=match["dtype"],
+        dims=_numbers(match["dims"]),
         order=_numbers(order),
         memory=int(memory[1]) if memory else DEVICE,
         tile=_numbers(tile[1]) if tile else (),

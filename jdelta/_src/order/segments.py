@@ -22,11 +22,11 @@ def separators(problem: Problem) -> list[int]:
         last = max(problem.predecessors[index], default=-1)
         starts[last + 1] += 1  # a start of the program from there on, till it comes itself
         starts[index + 1] -= 1
-    found: list[int] = []
+    places: list[int] = []
     open_ends = open_starts = 0
     for index in problem.program:
         open_ends += ends[index]
         open_starts += starts[index]
         if open_ends == open_starts == 1:
-            found.append(index)
-    return found
+            places.append(index)
+    return places

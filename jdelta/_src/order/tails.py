@@ -80,9 +80,9 @@ def _later(
     places = inverse(order)
     core = np.array([i for i in order if branch[i] == CORE], dtype=np.int64)
     live = problem.timeline(order)[np.array(places)[core]]
-    found: dict[int, int] = {}
+    ranks: dict[int, int] = {}
     for end, height in heights.items():
         after = np.array(places)[core] > places[end]
         fitting = core[after & (live + height <= target)]
-        found[end] = rank[int(fitting[0])] if len(fitting) else len(problem)
-    return found
+        ranks[end] = rank[int(fitting[0])] if len(fitting) else len(problem)
+    return ranks

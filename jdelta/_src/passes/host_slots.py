@@ -1,4 +1,4 @@
-"""Host memory for values that units outside of loops offload: slots of a few large arrays.
+"""Host memory for values that regions outside of loops offload: slots of a few large arrays.
 
 On a TPU a copy to the host and back is undone or left exposed, however it is tied with barriers
 (``benchmarks/compilers/transfers.py``). Loops do better, because what they offload are slices of
@@ -52,7 +52,7 @@ class Slots(Barriers):
     """Host arrays, and the slots that values have in them; barriers time what has no slot.
 
     Args:
-        units: The values that each unit fetches.
+        regions: The values that each region fetches.
         specs: How they are cut over devices.
         slot: Bytes per device that a slot had better not exceed.
         in_turn: Whether a fetch waits for the one before it: then fewer are there at once.
@@ -63,14 +63,14 @@ class Slots(Barriers):
 
     def __init__(
         self,
-        units: Iterable[Sequence[Var]],
+        regions: Iterable[Sequence[Var]],
         specs: Mapping[Var, Spec] = _UNCUT,
         *,
         slot: float = math.inf,
         in_turn: bool = False,
     ):
         shapes: dict[tuple[Any, ...], list[Var]] = defaultdict(list)
-        for values in units:
+        for values in regions:
             seen: Counter[tuple[Any, ...]] = Counter()
             for v in values:
                 kind = v.aval.shape, v.aval.dtype, specs.get(v, ())

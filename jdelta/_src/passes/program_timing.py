@@ -32,7 +32,7 @@ SLOT_SECONDS = 0.45e-3
 """Seconds on the link of a copy that is short enough to hide behind an instruction of its own."""
 
 HEAD = -1
-"""Number of the head among the backward units: it comes before the first."""
+"""Number of the head among the backward regions: it comes before the first."""
 
 
 @dataclass(frozen=True)
@@ -40,25 +40,25 @@ class Timing:
     """When the transfers of a flat program happen.
 
     Attributes:
-        program: The program, calls inlined; backward units are ``remat`` equations.
-        units: Indices of the backward units, in program order.
+        program: The program, calls inlined; backward regions are ``remat`` equations.
+        regions: Indices of the backward regions, in program order.
         ends: From an index to a result of that equation and the host values that are there by then.
         starts: From an index to a result of that equation and the copies (by index) to start after.
-        head: Where in the head the first backward unit's values are fetched: the index of an
+        head: Where in the head the first backward region's values are fetched: the index of an
             equation, and its result that they wait for.
-        fetches: From a backward unit (its number) to the host values to fetch when the one before
+        fetches: From a backward region (its number) to the host values to fetch when the one before
             it ends; `HEAD` stands for the head.
-        own: From a backward unit to the host values that are made after the unit before it, by a
-            second forward pass: it fetches them itself.
+        own: From a backward region to the host values that are made after the region before it, by
+            a second forward pass: it fetches them itself.
         late: Host stacks that may be written late, since only one loop fetches them, in reverse.
-        slots: Host values that get slots of host arrays, by backward unit.
+        slots: Host values that get slots of host arrays, by backward region.
         slot_bytes: Bytes per device that a slot had better not exceed.
         in_turn: Whether fetches outside of loops wait for each other.
         gradients: Which gradients are there with what comes next.
     """
 
     program: Jaxpr
-    units: Sequence[int]
+    regions: Sequence[int]
     ends: Mapping[int, tuple[Var, list[Var]]]
     starts: Mapping[int, tuple[Var, list[int]]]
     head: tuple[int, Var] | None
@@ -80,17 +80,17 @@ def timing_of(program: Jaxpr, clock: Clock, *, least: bool) -> Timing:
         least: Whether the least memory matters more than hiding transfers.
     """
     reading = Reading(program, clock, least)
-    eqns, units = reading.eqns, reading.units
+    eqns, regions = reading.eqns, reading.regions
     offloads = any(reading.needs) or any(map(transfers.crosses_to_host, eqns))
     elapsed: Sequence[float] = ()
     stops: Mapping[int, Var] = {}
     copies, fetches, head = TimedCopies(), TimedFetches(), None
     if offloads:  # else there is nothing to time, and pricing takes long
-        if units:
+        if regions:
             elapsed, stops = reading.elapsed(), reading.stops()
-            copies = time_copies(reading.copies(stops), elapsed, len(units), clock.habits)
+            copies = time_copies(reading.copies(stops), elapsed, len(regions), clock.habits)
         head = reading.head(elapsed, copies.done_seconds)
-        fetches = time_fetches(*reading.seconds_of_units(), least=least)
+        fetches = time_fetches(*reading.seconds_of_regions(), least=least)
     issued, own = reading.fetches(fetches.starts, has_head=head is not None)
     ends: dict[int, tuple[Var, list[Var]]] = {}
     starts: dict[int, tuple[Var, list[int]]] = {}
@@ -103,7 +103,7 @@ def timing_of(program: Jaxpr, clock: Clock, *, least: bool) -> Timing:
     slot_bytes = math.inf if copies.are_bound else SLOT_SECONDS * clock.rates.device_to_host
     return Timing(
         program=program,
-        units=units,
+        regions=regions,
         ends=ends,
         starts=starts,
         head=head,
@@ -113,7 +113,7 @@ def timing_of(program: Jaxpr, clock: Clock, *, least: bool) -> Timing:
         slots=[] if reading.are_tied else reading.slots(),
         slot_bytes=slot_bytes,
         in_turn=fetches.are_in_turn,
-        gradients=Gradients.of(program, units, loops=reading.are_tied, vectors=offloads),
+        gradients=Gradients.of(program, regions, loops=reading.are_tied, vectors=offloads),
     )
 
 
@@ -127,16 +127,16 @@ class Reading:
 
     Attributes:
         eqns: The program's equations.
-        units: Indices of the backward units, in program order.
-        needs: Host values of each backward unit that the unit before it has not fetched: a unit's
-            output is the next one's input, and still there when its own unit needs it.
+        regions: Indices of the backward regions, in program order.
+        needs: Host values of each backward region that the region before it has not fetched: a
+            region's output is the next one's input, and still there when its own region needs it.
     """
 
     def __init__(self, program: Jaxpr, clock: Clock, least: bool):
         self.program, self.clock, self.least = program, clock, least
         self.eqns: list[Eqn] = list(_jax.open_jaxpr(program).eqns)
-        self.units = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
-        inputs = [_host_inputs(self.eqns[index]) for index in self.units]
+        self.regions = [i for i, eqn in enumerate(self.eqns) if _jax.is_shielded(eqn)]
+        inputs = [_host_inputs(self.eqns[index]) for index in self.regions]
         self.needs = [
             [v for v in hosts if v not in before]
             for before, hosts in itertools.pairwise([[], *inputs])
@@ -147,27 +147,27 @@ class Reading:
         """Whether barriers time the copies of this compiler."""
         return self.clock.habits.are_tied
 
-    def seconds_of_units(self) -> tuple[list[float], list[float]]:
-        """For each backward unit the seconds that its fetches and its compute take."""
+    def seconds_of_regions(self) -> tuple[list[float], list[float]]:
+        """For each backward region the seconds that its fetches and its compute take."""
         link = [self._bytes(hosts) / self.clock.rates.host_to_device for hosts in self.needs]
-        units = [_jax.single(self.eqns[index]) for index in self.units]
-        return link, [self.clock.seconds(unit) for unit in units]
+        regions = [_jax.single(self.eqns[index]) for index in self.regions]
+        return link, [self.clock.seconds(region) for region in regions]
 
     def fetches(
         self, starts: Sequence[int], *, has_head: bool
     ) -> tuple[Mapping[int, list[Var]], Mapping[int, list[Var]]]:
-        """What is fetched when a unit starts: for it and for later ones, and what it makes itself.
+        """What is fetched when a region starts: for it and later ones, and what it makes itself.
 
         Args:
-            starts: For each unit the one that its fetches should start with.
-            has_head: Whether those of the first unit start in the head.
+            starts: For each region the one that its fetches should start with.
+            has_head: Whether those of the first region start in the head.
         """
         issued: dict[int, list[Var]] = defaultdict(list)
         own: dict[int, list[Var]] = defaultdict(list)
-        made = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        makers = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         for number, (hosts, start) in enumerate(zip(self.needs, starts, strict=False)):
             for v in hosts:
-                first = bisect.bisect(self.units, made.get(v, -1))  # the first unit after it
+                first = bisect.bisect(self.regions, makers.get(v, -1))  # the first region after it
                 earliest = first + 1 if first else 0
                 if number < earliest:
                     own[number].append(v)
@@ -180,30 +180,30 @@ class Reading:
         """Where in the head the first fetch starts: an operand of a product, in memory anyway.
 
         Args:
-            elapsed: Seconds of compute before each equation up to the first backward unit.
+            elapsed: Seconds of compute before each equation up to the first backward region.
             done_seconds: Seconds of compute after which all copies to the host can be done.
         """
-        if self.least or not self.are_tied or not self.units or not self.needs[0]:
+        if self.least or not self.are_tied or not self.regions or not self.needs[0]:
             return None
-        products = filter(_is_product, self.eqns[: self.units[0]])
+        products = filter(_is_product, self.eqns[: self.regions[0]])
         stops = self._path({v for e in products for v in e.invars if _jax.is_var(v)})
         seconds = self._bytes(self.needs[0]) / self.clock.rates.host_to_device
         place = place_in_head(list(stops), elapsed, done_seconds, seconds)
         return None if place is None else (place, stops[place])
 
     def elapsed(self) -> list[float]:
-        """Seconds of compute before each equation up to the first backward unit.
+        """Seconds of compute before each equation up to the first backward region.
 
         What depends on no product has no place of its own in XLA:GPU's schedule: it makes the masks
         of all dropouts at once. On TPUs they are where the program has them.
         """
-        forward = self.eqns[: self.units[0]]
-        made = {v for eqn in forward for v in eqn.outvars}
+        forward = self.eqns[: self.regions[0]]
+        results = {v for eqn in forward for v in eqn.outvars}
         ended = [
             v
-            for index in self.units
+            for index in self.regions
             for v in self.eqns[index].invars
-            if _jax.is_var(v) and v in made
+            if _jax.is_var(v) and v in results
         ]
         program = _jax.rebuild(self.program, forward, ended)
         each = self.clock.each(program)
@@ -215,8 +215,8 @@ class Reading:
         return list(itertools.accumulate(each, initial=0.0))
 
     def copies(self, stops: Mapping[int, Var]) -> list[Copy]:
-        """The copies to the host before the first backward unit."""
-        forward = self.eqns[: self.units[0]]
+        """The copies to the host before the first backward region."""
+        forward = self.eqns[: self.regions[0]]
         read = {
             v: i
             for i, eqn in reversed(list(enumerate(forward)))
@@ -236,11 +236,11 @@ class Reading:
 
     def stops(self) -> dict[int, Var]:
         """Values of the forward pass that are in memory anyway, and that its end depends on."""
-        forward = self.eqns[: self.units[0]]
+        forward = self.eqns[: self.regions[0]]
         products = filter(_is_product, forward) if self.are_tied else ()
         kept = {
             v
-            for eqn in (*(self.eqns[i] for i in self.units), *products)
+            for eqn in (*(self.eqns[i] for i in self.regions), *products)
             for v in eqn.invars
             if _jax.is_var(v) and not _jax.on_host(v.aval)
         }
@@ -248,7 +248,7 @@ class Reading:
         return self._path(kept)
 
     def slots(self) -> list[list[Var]]:
-        """What one copy makes and only units fetch, once for each of them.
+        """What one copy makes and only regions fetch, once for each of them.
 
         With explicit axes slices of a stack would each need a sharding of their own: none is made.
         """
@@ -267,16 +267,16 @@ class Reading:
         return self.are_tied or hides_next(loop, self.clock, self.clock.habits.slack)
 
     def _path(self, among: set[Var]) -> dict[int, Var]:
-        """Those values that the first backward unit depends on, by the equations that make them."""
-        first = self.units[0]
+        """Those values that the first backward region depends on, by equations that make them."""
+        first = self.regions[0]
         needed = {v for v in self.eqns[first].invars if _jax.is_var(v)}
-        found: dict[int, Var] = {}
+        stops: dict[int, Var] = {}
         for index in reversed(range(first)):
             outs = [v for v in self.eqns[index].outvars if v in needed]
             if outs:
                 needed.update(v for v in self.eqns[index].invars if _jax.is_var(v))
-            found.update((index, v) for v in outs if v in among)
-        return dict(sorted(found.items()))
+            stops.update((index, v) for v in outs if v in among)
+        return dict(sorted(stops.items()))
 
     def _bytes(self, values: Sequence[Var]) -> float:
         return float(sum(map(self.clock.bytes, values)))
@@ -290,7 +290,7 @@ class Reading:
 
 
 def _host_inputs(eqn: Eqn) -> list[Var]:
-    """Host values that a backward unit fetches itself, so that they can be fetched for it."""
+    """Host values that a backward region fetches itself, so that they can be fetched for it."""
     _, fetched = transfers.with_fetched_inputs(_jax.subjaxpr(eqn))
     return [v for v, is_fetched in zip(eqn.invars, fetched, strict=True) if is_fetched]
 

@@ -6,7 +6,7 @@ the value and reads it: what goes from the forward to the backward pass is a tok
 tokens of their iterations.
 
 A read begins when the backward pass gets to it: in a loop with its iteration, elsewhere with the
-backward unit that needs it, since its token depends on what that unit is given.
+backward region that needs it, since its token depends on what that region is given.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class _Run:
         elif transfers.crosses_to_device(eqn) and away:
             return [self._read(away[0], back)]
         elif _jax.is_shielded(eqn):
-            return self._unit(eqn, inputs, back)
+            return self._region(eqn, inputs, back)
         if away or any(map(transfers.has_transfers, _jax.subjaxprs(eqn))):
             if eqn.primitive.name == "scan":
                 return self._loop(eqn, inputs, back)
@@ -210,8 +210,8 @@ class _Run:
         back[record.slot] = read(self.spilling.store, token, record.aval, **place)
         return back[record.slot]
 
-    def _unit(self, eqn: Eqn, inputs: Sequence[Any], back: dict[int, Any]) -> list[Any]:
-        """A backward unit: what it reads is read when it begins."""
+    def _region(self, eqn: Eqn, inputs: Sequence[Any], back: dict[int, Any]) -> list[Any]:
+        """A backward region: what it reads is read when it begins."""
         body = _jax.inline(_jax.subjaxpr(eqn))
         body, fetched = transfers.with_fetched_inputs(body)
         given = [x for x in inputs if not isinstance(x, _Away) and _is_float(x)]
@@ -318,8 +318,8 @@ class _Run:
 def _hidden(x: Any, after: Any) -> Any:
     """The same value, not before another one is there, though the compiler cannot know it.
 
-    XLA for CPUs has no barriers: it would take what a unit computes again for what the forward pass
-    has computed, and keep that.
+    XLA for CPUs has no barriers: it would take what a region computes again for what the forward
+    pass has computed, and keep that.
     """
     if isinstance(x, _Away) or x is after or not _may_wait(x, after):
         return x

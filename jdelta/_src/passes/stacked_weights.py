@@ -78,8 +78,8 @@ def _loop(eqn: Eqn, inputs: Sequence[Any]) -> list[Any]:
     stacks = [x.rows if isinstance(x, _Parts) else x for x in loop.xs]
     alike = list({id(x): x for x in stacks}.values())  # each crosses into the loop once
     places = [next(i for i, x in enumerate(alike) if x is stack) for stack in stacks]
-    units = _units(_jax.open_jaxpr(loop.body).eqns) if _jax.is_backward(eqn) else ()
-    waits = len({*units} - {""}) > 1
+    regions = _regions(_jax.open_jaxpr(loop.body).eqns) if _jax.is_backward(eqn) else ()
+    waits = len({*regions} - {""}) > 1
     crossing = [None if waits and not _jax.on_host(jax.typeof(x)) else x for x in alike]
 
     def step(carry: Any, given: Any) -> Any:
@@ -95,7 +95,7 @@ def _loop(eqn: Eqn, inputs: Sequence[Any]) -> list[Any]:
             return read
 
         readers = [reader(x, place) for x, place in zip(loop.xs, places, strict=True)]
-        outputs = _body(loop.body, [*consts, *carry], readers, index, units if waits else ())
+        outputs = _body(loop.body, [*consts, *carry], readers, index, regions if waits else ())
         ys = outputs[loop.n_carry :]
         return outputs[: loop.n_carry], [y for y, p in zip(ys, parts, strict=True) if p is None]
 
@@ -106,7 +106,7 @@ def _loop(eqn: Eqn, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _body(
-    body: Jaxpr, given: Sequence[Any], readers: Sequence[Reader], index: Any, units: Sequence[str]
+    body: Jaxpr, given: Sequence[Any], readers: Sequence[Reader], index: Any, regions: Sequence[str]
 ) -> list[Any]:
     """Evaluate the body of a loop.
 
@@ -115,7 +115,7 @@ def _body(
         given: Its first inputs.
         readers: Read the others, rows.
         index: The number of the iteration.
-        units: For each equation its unit, if each is to begin when those before it are through.
+        regions: For each equation its region, if each is to begin when those before it are through.
     """
     inner = _jax.open_jaxpr(body)
     rows = dict(zip(inner.invars[len(given) :], readers, strict=True))
@@ -129,8 +129,8 @@ def _body(
 
     def run(i: int, eqn: Eqn, env: Env) -> None:
         nonlocal index
-        if units and units[i] not in begun and not rows.keys().isdisjoint(_variables(eqn)):
-            begun.add(units[i])
+        if regions and regions[i] not in begun and not rows.keys().isdisjoint(_variables(eqn)):
+            begun.add(regions[i])
             before = (v for e in inner.eqns[:i] for v in e.outvars)
             alive = [v for v in before if last.get(v, -1) >= i and _may_wait(env[v])]
             *values, index = lax.optimization_barrier((*(env[v] for v in alive), index))
@@ -160,24 +160,24 @@ def _last_uses(inner: Jaxpr) -> Mapping[Var, int]:
     return last | {v: len(inner.eqns) for v in inner.outvars if _jax.is_var(v)}
 
 
-def _units(eqns: Sequence[Eqn]) -> list[str]:
-    """The unit that each equation of a backward loop is in.
+def _regions(eqns: Sequence[Eqn]) -> list[str]:
+    """The region that each equation of a backward loop is in.
 
-    Of what is computed again that is the unit of the next name; gradients follow, up to what is
-    computed again for the next unit.
+    Of what is computed again that is the region of the next name; gradients follow, up to what is
+    computed again for the next region.
     """
-    again: list[str | None] = []
-    unit = ""
+    names: list[str | None] = []
+    region = ""
     for eqn in reversed(eqns):
         name = _jax.named_value(eqn)
-        unit = name.region if isinstance(name, RegionName) else unit
-        again.append(unit if RECOMPUTE in _jax.name_stack(eqn) else None)
-    units: list[str] = []
-    unit = ""
-    for name in reversed(again):
-        unit = unit if name is None else name
-        units.append(unit)
-    return units
+        region = name.region if isinstance(name, RegionName) else region
+        names.append(region if RECOMPUTE in _jax.name_stack(eqn) else None)
+    regions: list[str] = []
+    region = ""
+    for name in reversed(names):
+        region = region if name is None else name
+        regions.append(region)
+    return regions
 
 
 def _part(loop: Scan, stacked: Any) -> _Parts | None:

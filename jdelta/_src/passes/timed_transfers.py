@@ -4,15 +4,15 @@ A ``jax.checkpoint`` policy says what is offloaded; XLA then starts copies to th
 fetches as early, as it likes, and may hold more memory than without offload. Here the staged step
 is evaluated once more, and is the same program but for its timing:
 
-- A copy to the host shares a barrier with a later value of the forward pass, up to some units on,
+- A copy to the host shares a barrier with a later value of the forward pass, up to some regions on,
   so it runs beside the compute between them, and the buffer is free after it. It starts behind
   another barrier if the link is busy till then.
-- A fetch shares a barrier with the results of the backward unit some distance ahead of its use,
-  so it runs beside that compute, and no earlier. The first unit's fetches run beside the head: what
-  the step computes between its forward and its backward units.
+- A fetch shares a barrier with the results of the backward region some distance ahead of its use,
+  so it runs beside that compute, and no earlier. The first region's fetches run beside the head:
+  what the step computes between its forward and its backward regions.
 - TPUs undo what such barriers say, so copies go to slots of host arrays there, and a fetch reads
   at an index computed from those results: see ``host_slots.py``.
-- The results of a backward unit share one barrier, so that gradients of weights are not put off
+- The results of a backward region share one barrier, so that gradients of weights are not put off
   while what they are made from stays in memory: see ``weight_gradients.py``, and for those of loops
   ``weight_gradients_in_loops.py``.
 - Loops do both one iteration apart: see ``transfers_in_loops.py``. Loops around forward and
@@ -82,7 +82,7 @@ class _Evaluation:
         self.clock = clock
         self.context = context
         self.eqns = _jax.open_jaxpr(timing.program).eqns
-        self.numbers = {index: number for number, index in enumerate(timing.units)}
+        self.numbers = {index: number for number, index in enumerate(timing.regions)}
         self.delayed = {copy for _, copies in timing.starts.values() for copy in copies}
         self.device: dict[Var, Any] = {}
         self.late: dict[Var, Late] = {}
@@ -99,7 +99,7 @@ class _Evaluation:
     def _run(self, index: int, eqn: Eqn, env: Env) -> None:
         """Evaluate one equation, and end and start what is due then."""
         if index in self.numbers:
-            _jax.write(env, eqn, self._unit(eqn, self.numbers[index], env))
+            _jax.write(env, eqn, self._region(eqn, self.numbers[index], env))
         elif transfers.crosses_to_host(eqn):
             if index not in self.delayed:
                 self.transfers.copy(eqn, env)
@@ -159,10 +159,10 @@ class _Evaluation:
         carry, stacked = loop.scan(step, loop.carry, loop.xs)
         return [*carry, *stacked]
 
-    def _unit(self, eqn: Eqn, number: int, env: Env) -> list[Any]:
-        """A backward unit: fetches for later ones begin with it, its results end together."""
+    def _region(self, eqn: Eqn, number: int, env: Env) -> list[Any]:
+        """A backward region: fetches for later ones begin with it, its results end together."""
         if number == 0:
-            index = self.timing.units[0]
+            index = self.timing.regions[0]
             self._fetch(0, self.timing.gradients.early.get(index) or start(eqn), env)
         if number in self.timing.own:
             self._bring(self.timing.own[number], start(eqn), env)
@@ -183,7 +183,7 @@ class _Evaluation:
         return [growth(value) if growth else value for value, growth in ended]
 
     def _fetch(self, number: int, after: Sequence[Var], env: Env) -> None:
-        """Fetch what is due before a backward unit, ``after`` these values are there."""
+        """Fetch what is due before a backward region, ``after`` these values are there."""
         self._bring(self.timing.fetches.get(number, ()), after, env)
 
     def _bring(self, hosts: Sequence[Var], after: Sequence[Var], env: Env) -> None:

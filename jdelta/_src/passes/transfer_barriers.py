@@ -48,6 +48,6 @@ class Barriers:
         return {v: jax.device_put(env[v], jax.memory.Space.Device) for v in hosts}
 
     def whole(self, v: Var, fetched: Any) -> Any:
-        """The value of ``v`` as its unit reads it, of what fetching it gave."""
+        """The value of ``v`` as its region reads it, of what fetching it gave."""
         del v
         return fetched

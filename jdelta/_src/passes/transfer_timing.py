@@ -1,7 +1,8 @@
 """When copies to the host start and end, and fetches start: as seconds and places, no programs.
 
-A place is the index of an equation in the forward pass, a unit the number of a backward unit. What
-is timed here, ``program_timing.py`` reads in a program, and ``timed_transfers.py`` writes into it.
+A place is the index of an equation in the forward pass, a region the number of a backward region.
+What is timed here, ``program_timing.py`` reads in a program, and ``timed_transfers.py`` writes into
+it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ IN_FLIGHT = 2
 """Copies to the host that XLA has under way at a time."""
 
 MOST_AHEAD = 3
-"""Units that a transfer may be ahead of its use, or lag behind its producer."""
+"""Regions that a transfer may be ahead of its use, or lag behind its producer."""
 
 IN_TURN = 2.0
-"""How many times the backward units' compute fetches take, on the link, where they wait for each
+"""How many times the backward regions' compute fetches take, on the link, where they wait for each
 other, for less memory. GPT-2's queries, keys and values, unrolled on a v5p, are at 1.4: 25 % is
 hidden without waiting, 15 % with it. The stack of ``benchmarks/compilers/offload.py`` is above
 4."""
@@ -72,22 +73,22 @@ class TimedCopies:
 
 
 def time_copies(
-    copies: Sequence[Copy], elapsed: Sequence[float], units: int, habits: Transfers
+    copies: Sequence[Copy], elapsed: Sequence[float], regions: int, habits: Transfers
 ) -> TimedCopies:
     """Let each copy to the host end at the first later stop by which it can be done.
 
     XLA has few copies in flight: one more would end another as soon as it starts. So it does not
-    start before an earlier one has ended, unless a backward loop before the first unit reads what
+    start before an earlier one has ended, unless a backward loop before the first region reads what
     it copies.
 
     Args:
         copies: The copies of the forward pass, in order.
         elapsed: Seconds of compute before each place, and after the last one.
-        units: How many backward units there are.
+        regions: How many backward regions there are.
         habits: When the compiler runs transfers.
     """
     are_bound = sum(copy.seconds for copy in copies) >= elapsed[-1]
-    longest = elapsed[-1] / units * (1 if are_bound else MOST_AHEAD)
+    longest = elapsed[-1] / regions * (1 if are_bound else MOST_AHEAD)
     timed: list[TimedCopy] = []
     ends = [-1] * IN_FLIGHT
     done = 0.0
@@ -110,7 +111,7 @@ class TimedFetches:
     """When fetches outside of loops start.
 
     Attributes:
-        starts: For each unit the unit that its fetches start with: ``(0, 0, 1)``.
+        starts: For each region the region that its fetches start with: ``(0, 0, 1)``.
         are_in_turn: Whether each waits for the one before it.
     """
 
@@ -121,20 +122,20 @@ class TimedFetches:
 def time_fetches(
     link_seconds: Sequence[float], compute_seconds: Sequence[float], *, least: bool
 ) -> TimedFetches:
-    """Start each fetch as many units ahead as it takes to hide it.
+    """Start each fetch as many regions ahead as it takes to hide it.
 
     Args:
-        link_seconds: Seconds that the fetches of each unit keep the link busy.
-        compute_seconds: Seconds of compute of each unit.
+        link_seconds: Seconds that the fetches of each region keep the link busy.
+        compute_seconds: Seconds of compute of each region.
         least: Whether the least memory matters more than hiding transfers: then nothing is fetched
             ahead of its use.
     """
     link, compute = sum(link_seconds), sum(compute_seconds)
     most_ahead = 0 if least else 1 if link >= compute else MOST_AHEAD
     starts: list[int] = []
-    for unit, seconds in enumerate(link_seconds):
-        start, hidden = unit, 0.0
-        while start > max(0, unit - most_ahead) and hidden < seconds:
+    for region, seconds in enumerate(link_seconds):
+        start, hidden = region, 0.0
+        while start > max(0, region - most_ahead) and hidden < seconds:
             start -= 1
             hidden += compute_seconds[start]
         starts.append(start)
@@ -144,7 +145,7 @@ def time_fetches(
 def place_in_head(
     stops: Sequence[int], elapsed: Sequence[float], done_seconds: float, link_seconds: float
 ) -> int | None:
-    """Where between forward and backward units the first fetch starts; None for nowhere.
+    """Where between forward and backward regions the first fetch starts; None for nowhere.
 
     It is the last stop from which on the compute left hides the fetch, else the first; in any case
     one by which all copies to the host can be done.

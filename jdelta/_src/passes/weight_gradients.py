@@ -1,12 +1,12 @@
 """When gradients of weights are computed: with what comes next in the backward pass, not later.
 
-XLA:GPU puts them off, and what they are made from stays in memory. So what a backward unit results
-in shares one barrier (see ``timed_transfers.py``), and gradients of weights outside of units (a
-head's) share one with what the next unit or backward loop begins with.
+XLA:GPU puts them off, and what they are made from stays in memory. So what a backward region
+results in shares one barrier (see ``timed_transfers.py``), and gradients of weights outside of
+regions (a head's) share one with what the next region or backward loop begins with.
 
-Where units offload nothing, vectors, the gradients of biases and scales, are left alone: XLA fuses
-the sums they are (1.3 % of ResNet-50's step, by compiled instructions). Where they do, it may put
-them off too (an MLP: 1.5 GiB of 5.4).
+Where regions offload nothing, vectors, the gradients of biases and scales, are left alone: XLA
+fuses the sums they are (1.3 % of ResNet-50's step, by compiled instructions). Where they do, it may
+put them off too (an MLP: 1.5 GiB of 5.4).
 
 All wait as small as they are on their way: in the type that they are computed in, which may be
 narrower than that of the weights, and without the zeros around the gradient of one layer's slice of
@@ -53,10 +53,10 @@ class Gradients:
     """What of a flat program's backward pass is to be there together.
 
     Attributes:
-        early: Gradients, as small as they are on their way, and what a backward unit or loop (by
+        early: Gradients, as small as they are on their way, and what a backward region or loop (by
             its index) begins with once all of them are there.
         grown: For the same indices, how gradients are made of what is small among these.
-        results: Of each backward unit, what ends together.
+        results: Of each backward region, what ends together.
     """
 
     early: Mapping[int, list[Var]]
@@ -64,12 +64,12 @@ class Gradients:
     results: list[list[Var]]
 
     @classmethod
-    def of(cls, program: Jaxpr, units: Sequence[int], *, loops: bool, vectors: bool) -> Gradients:
+    def of(cls, program: Jaxpr, regions: Sequence[int], *, loops: bool, vectors: bool) -> Gradients:
         """Read a flat program.
 
         Args:
             program: The program.
-            units: Indices of its backward units, in program order.
+            regions: Indices of its backward regions, in program order.
             loops: Whether gradients are there before backward loops too.
             vectors: Whether those of biases and scales are tied as well.
         """
@@ -77,20 +77,20 @@ class Gradients:
         needed = _needed(inner)
         tied = {v for v in needed if not is_host(v) and (vectors or v.aval.ndim > 1)}
         backward = (i for i, eqn in enumerate(inner.eqns) if loops and is_backward_loop(eqn))
-        early, grown = _early(inner.eqns, sorted([*units, *backward]), tied)
-        bodies = [inner.eqns[index] for index in units]
-        ending = tied | _read(bodies)  # what units hand on ends with them in any case
-        return cls(early, grown, [[v for v in unit.outvars if v in ending] for unit in bodies])
+        early, grown = _early(inner.eqns, sorted([*regions, *backward]), tied)
+        bodies = [inner.eqns[index] for index in regions]
+        ending = tied | _read(bodies)  # what regions hand on ends with them in any case
+        return cls(early, grown, [[v for v in region.outvars if v in ending] for region in bodies])
 
 
 def _early(
     eqns: Sequence[Eqn], regions: Sequence[int], tied: set[Var]
 ) -> tuple[dict[int, list[Var]], dict[int, dict[Var, Growth]]]:
-    """Tie gradients to what comes next, where only what follows all units and loops reads them.
+    """Tie gradients to what comes next, where only what follows all regions and loops reads them.
 
     Such as those of a head's weights, made of values that are large; products also where something
     between two regions reads them (weights of a head that are those of two embeddings). What a stem
-    before all units keeps for itself is none: it is left alone, so that XLA may fuse it into its
+    before all regions keeps for itself is none: it is left alone, so that XLA may fuse it into its
     readers.
     """
     waiting = tied - _read(eqns[: max(regions, default=-1) + 1])
@@ -121,7 +121,7 @@ def _products(eqns: Sequence[Eqn]) -> set[Var]:
 
 
 def start(region: Eqn) -> list[Var]:
-    """What a backward unit or loop has to have on the device before it begins."""
+    """What a backward region or loop has to have on the device before it begins."""
     if not is_backward_loop(region):
         return [v for v in region.invars if _jax.is_var(v) and not is_host(v)][-1:]
     n_consts, n_carry = _jax.scan_counts(region.params)
@@ -135,7 +135,7 @@ def is_backward_loop(eqn: Eqn) -> bool:
 
 
 def has_regions(closed: Jaxpr) -> bool:
-    """Whether there are backward units or loops in a program, other loops looked into."""
+    """Whether there are backward regions or loops in a program, other loops looked into."""
     return any(
         _jax.is_shielded(eqn)
         or is_backward_loop(eqn)

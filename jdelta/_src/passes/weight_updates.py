@@ -76,9 +76,9 @@ class _Readers:
 
     def __init__(self, inner: Jaxpr):
         self._eqns: list[Eqn] = list(inner.eqns)
-        self._given = {*inner.invars, *inner.constvars}
+        self._inputs = {*inner.invars, *inner.constvars}
         self._results = {v for v in inner.outvars if _jax.is_var(v)}
-        self._made: dict[Var, int] = {v: i for i, e in enumerate(self._eqns) for v in e.outvars}
+        self._makers: dict[Var, int] = {v: i for i, e in enumerate(self._eqns) for v in e.outvars}
         self._readers: dict[Var, set[int]] = defaultdict(set)
         for i, eqn in enumerate(self._eqns):
             for v in filter(_jax.is_var, eqn.invars):
@@ -105,12 +105,12 @@ class _Readers:
             reads = [v for v in eqn.invars if _jax.is_var(v)]
             scalars = [v for v in reads if not v.aval.shape]
             others = [v for v in reads if v.aval.shape]
-            waits = any(self._made.get(v) in later for v in scalars)
-            known = all(v in rows or v in self._given for v in others)
+            waits = any(self._makers.get(v) in later for v in scalars)
+            known = all(v in rows or v in self._inputs for v in others)
             if i != loop and not waits and known and _is_row_by_row(eqn, length):
                 chosen.add(i)
                 rows.update(eqn.outvars)
-            if any(self._made.get(v) in later for v in reads):
+            if any(self._makers.get(v) in later for v in reads):
                 later.add(i)
         return chosen
 
@@ -132,20 +132,22 @@ class _Readers:
     def _may_move(self, index: int, updates: set[int], gradients: set[Var]) -> bool:
         """Whether an update reads rows of what is moved or given, and only updates read it."""
         eqn = self._eqns[index]
-        made = [v for v in eqn.outvars if _jax.is_var(v)]
+        results = [v for v in eqn.outvars if _jax.is_var(v)]
         rows = (v for v in eqn.invars if _jax.is_var(v) and v.aval.shape)
-        has_rows = all(v in self._given or v in gradients or self._made[v] in updates for v in rows)
-        is_read = any(v in self._results or self._readers[v] for v in made)
-        return has_rows and is_read and not any(self._readers[v] - updates for v in made)
+        has_rows = all(
+            v in self._inputs or v in gradients or self._makers[v] in updates for v in rows
+        )
+        is_read = any(v in self._results or self._readers[v] for v in results)
+        return has_rows and is_read and not any(self._readers[v] - updates for v in results)
 
     def order(self, moved: Sequence[_Moved]) -> list[int] | None:
         """The equations, those that are moved left out; None if two loops wait for each other."""
-        unit = {i: m.loop for m in moved for i in m.updates}
+        loop_of = {i: m.loop for m in moved for i in m.updates}
         waits: dict[int, set[int]] = {}
         for i, eqn in enumerate(self._eqns):
-            made = (self._made.get(v) for v in eqn.invars if _jax.is_var(v))
-            before = {unit.get(p, p) for p in made if p is not None}
-            waits.setdefault(unit.get(i, i), set()).update(before - {unit.get(i, i)})
+            makers = (self._makers.get(v) for v in eqn.invars if _jax.is_var(v))
+            before = {loop_of.get(p, p) for p in makers if p is not None}
+            waits.setdefault(loop_of.get(i, i), set()).update(before - {loop_of.get(i, i)})
         after: dict[int, list[int]] = defaultdict(list)
         for i, before in waits.items():
             for p in before:

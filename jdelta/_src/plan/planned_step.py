@@ -236,6 +236,6 @@ def _other_program(plan: PlanRecord, found: Trace) -> str:
     cause = f"the plan was made with {others}" if others else "jax and jaxlib are the same"
     return (
         f"The plan was made for program {plan.program.fingerprint}, this is {found.fingerprint}, "
-        f"of equal arguments: {' and '.join(differences) or 'its units have the same names'}. The "
-        f"code, or a library that it uses, is another ({cause}). Plan this program."
+        f"of equal arguments: {' and '.join(differences) or 'its regions have the same names'}. "
+        f"The code, or a library that it uses, is another ({cause}). Plan this program."
     )

@@ -1,9 +1,9 @@
-"""Where a program may be cut into units of recompute: few bytes cross, and little lies between.
+"""Where a program may be cut into regions: few bytes cross, and little lies between.
 
-Recomputing unit after unit takes what crosses each cut, which is kept, and what the largest unit
-holds while it is computed again. The cuts that are found here make the sum of both small: the
-checkpointing problem of Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost", section
-4) with real sizes, solved exactly over the places where the fewest bytes cross.
+Recomputing region after region takes what crosses each cut, which is kept, and what the largest
+region holds while it is computed again. The cuts that are found here make the sum of both small:
+the checkpointing problem of Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost",
+section 4) with real sizes, solved exactly over the places where the fewest bytes cross.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ MOST_CUTS = 384
 """Places for cuts that are looked at."""
 
 SMALLER = 0.9
-"""Of the largest unit: what the next cuts allow at most."""
+"""Of the largest region: what the next cuts allow at most."""
 
-LEAST_UNIT = 1 / 1024
+LEAST_REGION = 1 / 1024
 """The smallest size that is tried, as a part of the whole program's."""
 
 SCORES = 1 / 8
 """Of the bytes that cross in front of it: what a product makes that is part of the loss is less."""
 
 AS_GOOD = 1.002
-"""Times the least that is as good, if its units are larger: much of what a unit is taken to hold
-XLA fuses, but it keeps what crosses each cut."""
+"""Times the least that is as good, if its regions are larger: much of what a region is taken to
+hold XLA fuses, but it keeps what crosses each cut."""
 
 COARSE = 1.3
-"""Times the least that larger units may come to, where those that seem best need too much: XLA
-often computes a part of a unit again when its turn comes, and does not hold all at once. Halves of
-attention layers with dropout (cuda:h100) took 404 MiB for 392 of whole layers."""
+"""Times the least that larger regions may come to, where those that seem best need too much: XLA
+often computes a part of a region again when its turn comes, and does not hold all at once. Halves
+of attention layers with dropout (cuda:h100) took 404 MiB for 392 of whole layers."""
 
 TIE = 1e-6
 """Part of the bytes that cross a cut by which it is dearer than another at which as many are kept:
@@ -48,16 +48,16 @@ equal layers are cut alike, where their results are made."""
 _Sizes = npt.NDArray[np.float64]
 
 
-def segments(
+def cut_into_regions(
     eqns: Sequence[Eqn], trips: int = 1, *, is_whole: bool = True, coarse: bool = False
 ) -> list[range]:
-    """Cut a program into runs of equations.
+    """Cut a program into regions: runs of equations.
 
     Args:
         eqns: The equations of a forward pass, calls inlined.
         trips: How often it runs in a loop: what crosses is kept for each, what lies between once.
         is_whole: Whether they are all of the forward pass, so that nothing follows them.
-        coarse: Whether units are to be larger than seems best.
+        coarse: Whether regions are to be larger than seems best.
 
     Returns:
         Ranges of equation indices, in order; together they are all equations.
@@ -81,7 +81,7 @@ def segments(
 def loss_begins(eqns: Sequence[Eqn]) -> int:
     """Where the loss at the end of a program begins: after the last product, made small.
 
-    Its backward pass is next, so it is no part of a unit: a unit that ended in it would have to
+    Its backward pass is next, so it is no part of a region: a region that ended in it would have to
     compute all of the model's last values again before the first of its gradients. It begins where
     the fewest bytes cross, in front of what makes them fewer, and after all that the user has
     named: a name is there to be decided about. A product that makes far less than crosses in front
@@ -133,7 +133,7 @@ class _Life:
 
 
 def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
-    """Bytes that a unit holds for each equation while it is computed again and differentiated.
+    """Bytes that a region holds for each equation while it is computed again and differentiated.
 
     What is cheap to compute is part of whatever reads it, and so are rows that are gathered and
     what has no derivative (noise), but products read memory. A product that was computed before is
@@ -141,7 +141,7 @@ def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
     """
     operands: set[Var] = set()
     held: list[float] = []
-    again, differentiated = _computed_before(eqns), _differentiated(eqns)
+    same_as, differentiated = _computed_before(eqns), _differentiated(eqns)
     for eqn in reversed(eqns):
         name = eqn.primitive.name
         is_operand = not operands.isdisjoint(eqn.outvars)
@@ -151,7 +151,7 @@ def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
         inside = sum(sum(bytes_held(body.eqns)) for body in bodies)
         has_none = differentiated.isdisjoint(eqn.outvars)
         fused = has_none or name in CHEAP or name == "gather" or bool(bodies)
-        is_new = again.keys().isdisjoint(eqn.outvars)
+        is_new = same_as.keys().isdisjoint(eqn.outvars)
         written = is_new and not (name in VIEWS or name in FREE) and (is_operand or not fused)
         result = _bytes_made(eqn) if written else 0
         trips = eqn.params["length"] if name == "scan" else 1
@@ -161,35 +161,35 @@ def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
 
 def _differentiated(eqns: Sequence[Eqn]) -> set[Var]:
     """What has a derivative by what enters a program."""
-    made = {v for eqn in eqns for v in eqn.outvars}
-    found: set[Var] = set()
+    computed = {v for eqn in eqns for v in eqn.outvars}
+    differentiated: set[Var] = set()
     for eqn in eqns:
         read = (v for v in eqn.invars if _jax.is_var(v) and _jax.is_inexact(v))
-        if any(v in found or v not in made for v in read):
-            found.update(filter(_jax.is_inexact, eqn.outvars))
-    return found
+        if any(v in differentiated or v not in computed for v in read):
+            differentiated.update(filter(_jax.is_inexact, eqn.outvars))
+    return differentiated
 
 
 def _computed_before(eqns: Sequence[Eqn]) -> dict[Var, Var]:
     """From the result of a product to that of an equal one before it, if there is one."""
     firsts: dict[Any, Var] = {}
-    again: dict[Var, Var] = {}
+    same_as: dict[Var, Var] = {}
     for eqn in eqns:
         if eqn.primitive.name in MATMULS and all(map(_jax.is_var, eqn.invars)):
-            read = tuple(again.get(v, v) for v in eqn.invars)
+            read = tuple(same_as.get(v, v) for v in eqn.invars)
             first = firsts.setdefault((eqn.primitive, str(eqn.params), read), eqn.outvars[0])
             if first is not eqn.outvars[0]:
-                again[eqn.outvars[0]] = first
-    return again
+                same_as[eqn.outvars[0]] = first
+    return same_as
 
 
 def _lives(eqns: Sequence[Eqn]) -> list[_Life]:
-    made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-    again = _computed_before(eqns)
+    makers = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    same_as = _computed_before(eqns)
     read: dict[Var, int] = {}
     for i, eqn in enumerate(eqns):
-        read.update((again.get(v, v), i) for v in eqn.invars if _jax.is_var(v) and v in made)
-    return [_Life(made[v], i, _jax.bytes_of(v)) for v, i in read.items() if i > made[v]]
+        read.update((same_as.get(v, v), i) for v in eqn.invars if _jax.is_var(v) and v in makers)
+    return [_Life(makers[v], i, _jax.bytes_of(v)) for v, i in read.items() if i > makers[v]]
 
 
 def _places(crossing: _Sizes) -> list[int]:
@@ -219,13 +219,13 @@ def _crossing(lives: Sequence[_Life], count: int) -> _Sizes:
 
 
 def _kept(lives: Sequence[_Life], places: Sequence[int]) -> _Sizes:
-    """Bytes that a unit between two places (row, column) makes for what comes after it."""
+    """Bytes that a region between two places (row, column) makes for what comes after it."""
     size = len(places)
     corners = np.zeros((size + 1, size + 1))
     after = np.searchsorted(places, [life.made for life in lives], side="right")
     until = np.searchsorted(places, [life.read for life in lives], side="right")
     for life, first, last in zip(lives, after, until, strict=True):
-        # Units that begin at a place up to its equation, and end at one up to its last reader.
+        # Regions that begin at a place up to its equation, and end at one up to its last reader.
         corners[0, first] += life.bytes
         corners[0, last] -= life.bytes
         corners[first, first] -= life.bytes
@@ -234,9 +234,9 @@ def _kept(lives: Sequence[_Life], places: Sequence[int]) -> _Sizes:
 
 
 def _choices(kept: _Sizes, held: _Sizes) -> Iterator[list[int]]:
-    """Cuts at which the fewest bytes are kept, from large units to small ones."""
+    """Cuts at which the fewest bytes are kept, from large regions to small ones."""
     limit = held[-1]
-    while limit > LEAST_UNIT * held[-1]:
+    while limit > LEAST_REGION * held[-1]:
         cuts = _fewest_kept(kept, held, limit)
         yield cuts
         largest = max(held[b] - held[a] for a, b in itertools.pairwise(cuts))
@@ -246,18 +246,18 @@ def _choices(kept: _Sizes, held: _Sizes) -> Iterator[list[int]]:
 def _fewest_kept(kept: _Sizes, held: _Sizes, limit: float) -> list[int]:
     """The cuts at which the fewest bytes are kept: indices of places, the program's ends included.
 
-    No unit holds more than ``limit``, but for those without a place to cut them.
+    No region holds more than ``limit``, but for those without a place to cut them.
     """
     size = len(held)
     least = np.full(size, np.inf)
     least[0] = 0.0
     before = np.zeros(size, dtype=int)
     for end in range(1, size):
-        units = held[end] - held[:end]
-        allowed = units <= limit
+        sizes = held[end] - held[:end]
+        allowed = sizes <= limit
         allowed[-1] = True
         costs = np.where(allowed, least[:end] + kept[:end, end], np.inf)
-        # The last of equal ones: what a unit begins with is made by the one before, and so kept
+        # The last of equal ones: what a region begins with is made by the one before, and so kept
         # already when it is computed again.
         before[end] = end - 1 - int(costs[::-1].argmin())
         least[end] = costs[before[end]]
@@ -277,13 +277,14 @@ def _least(
 
 
 def _held_at_most(cuts: Sequence[int], kept: _Sizes, held: _Sizes) -> float:
-    """Bytes of all that is kept at the cuts, and of the largest unit."""
-    units = list(itertools.pairwise(cuts))
-    return sum(float(kept[unit]) for unit in units) + max(held[b] - held[a] for a, b in units)
+    """Bytes of all that is kept at the cuts, and of the largest region."""
+    regions = list(itertools.pairwise(cuts))
+    largest = max(held[b] - held[a] for a, b in regions)
+    return sum(float(kept[region]) for region in regions) + largest
 
 
 def _held_in_turn(cuts: Sequence[int], kept: _Sizes, held: _Sizes) -> float:
-    """The same, but that what later units make is gone when a unit is computed again."""
-    units = list(itertools.pairwise(cuts))
-    before = itertools.accumulate((float(kept[unit]) for unit in units[:-1]), initial=0.0)
-    return max(held[b] - held[a] + more for (a, b), more in zip(units, before, strict=True))
+    """The same, but that what later regions make is gone when a region is computed again."""
+    regions = list(itertools.pairwise(cuts))
+    before = itertools.accumulate((float(kept[region]) for region in regions[:-1]), initial=0.0)
+    return max(held[b] - held[a] + more for (a, b), more in zip(regions, before, strict=True))

@@ -1,11 +1,11 @@
 """Regions found in the program itself: for a step in which nothing is marked with ``jdelta.remat``.
 
-While such a step is traced, every function that it differentiates is staged first, cut into units
-(``cut.py``), and evaluated again with each unit as a region. The bodies of large loops, and
+While such a step is traced, every function that it differentiates is staged first, cut into parts
+(``cut.py``), and evaluated again with each part as a region. The bodies of large loops, and
 branches that multiply, are cut likewise. What the user put a ``jax.checkpoint`` around
-(``nn.remat``, ``nnx.remat``) is a unit as it is. So everything else sees a step that was marked by
-hand. What has to happen once (an ``io_callback``, a write to a mutable ref) is in no unit: it stays
-where it is, between them.
+(``nn.remat``, ``nnx.remat``) is a region as it is. So everything else sees a step that was marked
+by hand. What has to happen once (an ``io_callback``, a write to a mutable ref) is in no region: it
+stays where it is, between regions.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from jax import lax
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
 from jdelta._src.program.scan import Scan
-from jdelta._src.regions.cut import bytes_held, has_products, loss_begins, segments
+from jdelta._src.regions.cut import bytes_held, cut_into_regions, has_products, loss_begins
 from jdelta._src.regions.layer_groups import grouped
 from jdelta._src.regions.modules import ClosedOver, Weight, module_paths, with_modules
 from jdelta._src.regions.region import Session, inside_region, is_inside, region
 from jdelta._src.regions.region_names import UNNAMED, Named, named
 
 LOOP_SHARE = 0.2
-"""Part of what a program holds from which on a loop's body is cut, and is no part of a unit."""
+"""Part of what a program holds from which on a loop's body is cut, and is no part of a region."""
 
 SMALL = 1 / 256
-"""Part of what the largest unit holds below which a unit is left alone."""
+"""Part of what the largest region holds below which a region is left alone."""
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def _differentiated(
 
 
 def with_regions(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its units as regions; the outermost differentiated one only."""
+    """The function with its parts as regions; the outermost differentiated one only."""
     session: Session | None = _jax.current_session()
     if session is None or not session.automatic or is_inside():
         return fun
@@ -84,7 +84,7 @@ def with_regions(fun: Callable[..., Any]) -> Callable[..., Any]:
         with inside_region():
             run = _jax.outside_of(arrays_only) if session.outside else arrays_only
             closed, _ = _jax.stage(run, *args)
-        program = _jax.inline(closed, _is_unit)
+        program = _jax.inline(closed, _is_marked)
         weights = [*session.weights(_jax.consts_of(program)), *_trained(args)]
         arrays = iter(_evaluate(with_modules(program, weights), jax.tree.leaves(args)))
         tree, others = static
@@ -101,7 +101,7 @@ def _trained(args: Any) -> list[Weight]:
 def _evaluate(
     program: Jaxpr, args: Sequence[Any], trips: int = 1, *, is_inner: bool = False
 ) -> list[Any]:
-    """Evaluate a program with its units as regions.
+    """Evaluate a program with its parts as regions.
 
     Args:
         program: The program, calls inlined.
@@ -114,38 +114,38 @@ def _evaluate(
     env.update(zip(inner.invars, args, strict=True))
     ends_in_loss = not is_inner and _is_loss(inner)
     begin = loss_begins(inner.eqns) if ends_in_loss else len(inner.eqns)
-    units = list(_units(inner.eqns[:begin], trips, is_model=ends_in_loss))
-    held = [sum(bytes_held(unit.eqns)) for unit in units]
+    parts = list(_parts(inner.eqns[:begin], trips, is_model=ends_in_loss))
+    held = [sum(bytes_held(part.eqns)) for part in parts]
     least = SMALL * max(held, default=0.0)
-    loops = [i for i, unit in enumerate(units) if unit.is_cut and _is_scan(unit.eqns[0])]
-    runs = [i for i, unit in enumerate(units) if not unit.is_apart]
-    names = dict(zip(runs, named([units[i].eqns for i in runs]), strict=True))
-    wished = {i for i in runs if _is_unit(units[i].eqns[0])}
-    marked = {i for i in runs if held[i] > least} | wished
-    if ends_in_loss and loops and runs and runs[-1] > loops[-1] and runs[-1] not in wished:
-        marked.discard(runs[-1])  # its backward pass is next: what it makes is at hand
-    units += [_Unit([eqn], is_apart=True) for eqn in inner.eqns[begin:]]
+    loops = [i for i, part in enumerate(parts) if part.is_cut and _is_scan(part.eqns[0])]
+    runs = [i for i, part in enumerate(parts) if not part.is_apart]
+    names = dict(zip(runs, named([parts[i].eqns for i in runs]), strict=True))
+    marked = {i for i in runs if _is_marked(parts[i].eqns[0])}
+    regions = {i for i in runs if held[i] > least} | marked
+    if ends_in_loss and loops and runs and runs[-1] > loops[-1] and runs[-1] not in marked:
+        regions.discard(runs[-1])  # its backward pass is next: what it makes is at hand
+    parts += [_Part([eqn], is_apart=True) for eqn in inner.eqns[begin:]]
     done = 0
-    for index, unit in enumerate(units):
-        done += len(unit.eqns)
-        if unit.is_cut:
-            (eqn,) = unit.eqns
+    for index, part in enumerate(parts):
+        done += len(part.eqns)
+        if part.is_cut:
+            (eqn,) = part.eqns
             results = _loop(eqn, env) if _is_scan(eqn) else _branches(eqn, env, trips)
             env.update(zip(eqn.outvars, results, strict=True))
         else:
-            one = names.get(index) or Named(UNNAMED, unit.eqns)
-            _unit(one, _read_later(inner, done), env, marked=index in marked)
+            one = names.get(index) or Named(UNNAMED, part.eqns)
+            _evaluate_part(one, _read_later(inner, done), env, is_region=index in regions)
     return _jax.read(env, inner.outvars)
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """A run of equations, or one that is in none.
+class _Part:
+    """A run of equations that can be a region, or an equation that is in none.
 
     Attributes:
         eqns: The equations, in order.
-        is_cut: Whether it has units of its own: a loop whose body is cut, or a choice of branches.
-        is_apart: Whether it is no unit of recompute: such an equation, or what has to happen once.
+        is_cut: Whether it has parts of its own: a loop whose body is cut, or a choice of branches.
+        is_apart: Whether it can be no region: such an equation, or what has to happen once.
     """
 
     eqns: Sequence[Eqn]
@@ -153,8 +153,8 @@ class _Unit:
     is_apart: bool = False
 
 
-def _units(eqns: Sequence[Eqn], trips: int, *, is_model: bool) -> Iterator[_Unit]:
-    """A program's units, in order; ``is_model`` if it is all that is in front of a loss."""
+def _parts(eqns: Sequence[Eqn], trips: int, *, is_model: bool) -> Iterator[_Part]:
+    """A program's parts, in order; ``is_model`` if they are all that is in front of a loss."""
     session: Session | None = _jax.current_session()
     coarse = session is not None and session.grouping.coarse
     held = bytes_held(eqns)
@@ -163,13 +163,13 @@ def _units(eqns: Sequence[Eqn], trips: int, *, is_model: bool) -> Iterator[_Unit
     for end, eqn in enumerate([*eqns, None]):
         is_cut = eqn is not None and _is_cut(eqn, is_large=held[end] > large)
         is_apart = eqn is None or is_cut or _jax.happens_once(eqn)
-        is_alone = is_apart or _is_unit(eqn)
+        is_alone = is_apart or _is_marked(eqn)
         if is_alone and begin < end:
             is_whole = is_model and end - begin == len(eqns)
-            for s in segments(eqns[begin:end], trips, is_whole=is_whole, coarse=coarse):
-                yield _Unit(eqns[begin + s.start : begin + s.stop])
+            for run in cut_into_regions(eqns[begin:end], trips, is_whole=is_whole, coarse=coarse):
+                yield _Part(eqns[begin + run.start : begin + run.stop])
         if is_alone and eqn is not None:
-            yield _Unit([eqn], is_cut, is_apart)
+            yield _Part([eqn], is_cut, is_apart)
         begin = end + 1 if is_alone else begin
 
 
@@ -178,29 +178,29 @@ def _is_scan(eqn: Eqn) -> bool:
 
 
 def _is_cut(eqn: Eqn, *, is_large: bool) -> bool:
-    """Whether there are units in an equation: in a loop, or in branches that multiply.
+    """Whether there are regions in an equation: in a loop, or in branches that multiply.
 
-    What a unit around branches computes again, a value for each of them, is all there at once.
+    What a region around branches computes again, a value for each of them, is all there at once.
     """
     if eqn.primitive.name == "cond":
         return any(map(_is_worth_cutting, eqn.params["branches"])) and not _jax.happens_once(eqn)
-    return _is_scan(eqn) and (is_large or _has_units(eqn))
+    return _is_scan(eqn) and (is_large or _has_checkpoints(eqn))
 
 
-def _is_unit(eqn: Eqn) -> bool:
-    """Whether the user marked a unit: a ``jax.checkpoint``, not one around a loop of others."""
+def _is_marked(eqn: Eqn) -> bool:
+    """Whether the user marked a region: a ``jax.checkpoint``, not one around a loop of others."""
     if not _jax.is_checkpoint(eqn) or _jax.happens_once(eqn):
         return False
     inside = _jax.equations(_jax.subjaxpr(eqn))
-    return not any(map(_has_units, filter(_is_scan, inside)))
+    return not any(map(_has_checkpoints, filter(_is_scan, inside)))
 
 
-def _has_units(loop: Eqn) -> bool:
+def _has_checkpoints(loop: Eqn) -> bool:
     return any(map(_jax.is_checkpoint, _jax.equations(loop.params["jaxpr"])))
 
 
 def _is_worth_cutting(branch: Jaxpr) -> bool:
-    """Whether a branch multiplies, or the user marked a unit in it."""
+    """Whether a branch multiplies, or the user marked a region in it."""
     return any(has_products(e) or _jax.is_checkpoint(e) for e in _jax.equations(branch))
 
 
@@ -214,18 +214,18 @@ def _read_later(inner: Jaxpr, stop: int) -> set[Var]:
     return read | {v for v in inner.outvars if _jax.is_var(v)}
 
 
-def _unit(unit: Named, later: set[Var], env: _jax.Env, *, marked: bool) -> None:
-    """Evaluate a run of equations, as a region if it is ``marked``.
+def _evaluate_part(part: Named, later: set[Var], env: _jax.Env, *, is_region: bool) -> None:
+    """Evaluate a run of equations, as a region if ``is_region``.
 
     What leaves a region is differentiable: integers and keys are computed beside it, of what leaves
     it where they can be, and nothing is printed a second time there.
     """
-    eqns = unit.eqns
+    eqns = part.eqns
     out = [v for eqn in eqns for v in eqn.outvars if _jax.is_var(v) and v in later]
-    moving = [v for v in out if marked and _jax.is_inexact(v)]
+    moving = [v for v in out if is_region and _jax.is_inexact(v)]
     if moving:
         program = _jax.inline(_jax.program_of(eqns, moving))
-        run = region(functools.partial(_jax.evaluate, program), unit.base)
+        run = region(functools.partial(_jax.evaluate, program), part.base)
         inputs = _jax.read(env, _jax.open_jaxpr(program).invars)
         env.update(zip(moving, run(*inputs), strict=True))
         out = [v for v in out if v not in env]
@@ -235,14 +235,14 @@ def _unit(unit: Named, later: set[Var], env: _jax.Env, *, marked: bool) -> None:
             eqns = _jax.without_debugging(list(others))
         program = _jax.program_of(eqns, out)
         inputs = _jax.read(env, _jax.open_jaxpr(program).invars)
-        inputs = [lax.stop_gradient(x) for x in inputs] if marked else inputs
+        inputs = [lax.stop_gradient(x) for x in inputs] if is_region else inputs
         env.update(zip(out, _jax.evaluate(program, *inputs), strict=True))
 
 
 def _loop(eqn: Eqn, env: _jax.Env) -> list[Any]:
-    """Evaluate a ``scan`` whose body has its units as regions."""
+    """Evaluate a ``scan`` whose body has its parts as regions."""
     loop = Scan.of(eqn, _jax.read(env, eqn.invars))
-    body = _jax.inline(eqn.params["jaxpr"], _is_unit)
+    body = _jax.inline(eqn.params["jaxpr"], _is_marked)
 
     def step(carry: Any, rows: Any) -> Any:
         outputs = _evaluate(body, [*loop.consts, *carry, *rows], loop.length, is_inner=True)
@@ -253,12 +253,12 @@ def _loop(eqn: Eqn, env: _jax.Env) -> list[Any]:
 
 
 def _branches(eqn: Eqn, env: _jax.Env, trips: int) -> list[Any]:
-    """Evaluate a ``cond`` whose branches have their units as regions."""
+    """Evaluate a ``cond`` whose branches have their parts as regions."""
 
     def run(branch: Jaxpr, *args: Any) -> list[Any]:
         if not _is_worth_cutting(branch):
             return _jax.evaluate(branch, *args)
-        return _evaluate(_jax.inline(branch, _is_unit), args, trips, is_inner=True)
+        return _evaluate(_jax.inline(branch, _is_marked), args, trips, is_inner=True)
 
     index, *args = _jax.read(env, eqn.invars)
     return lax.switch(index, [functools.partial(run, b) for b in eqn.params["branches"]], *args)

@@ -63,11 +63,11 @@ def module_paths(arguments: Any, depth: int) -> list[Path]:
     Returns:
         Paths; empty for what lies in no module, such as a batch of data.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for path, part in jax.tree_util.tree_flatten_with_path(arguments, is_leaf=_has_label)[0]:
         own = _labelled(part.label) if _has_label(part) else _module(path[depth:])
-        found += [own] * len(jax.tree.leaves(part))
-    return found
+        paths += [own] * len(jax.tree.leaves(part))
+    return paths
 
 
 def _has_label(part: Any) -> bool:
@@ -86,11 +86,11 @@ class ClosedOver:
     def __init__(self, args: Sequence[Any] = ()):
         leaves = zip(jax.tree.leaves(args), module_paths(args, depth=1), strict=True)
         # With the arguments themselves: the number of one that is gone may be given again.
-        self._found = {id(leaf): (leaf, Weight(path, trained=False)) for leaf, path in leaves}
+        self._weights = {id(leaf): (leaf, Weight(path, trained=False)) for leaf, path in leaves}
 
     def __getitem__(self, value: Any) -> Weight | None:
         """What weight a value is; None for one that is no argument."""
-        return self._found.get(id(value), (None, None))[1]
+        return self._weights.get(id(value), (None, None))[1]
 
 
 def _module(keys: Sequence[Any]) -> Path:
@@ -148,14 +148,14 @@ def _read(eqn: Eqn, known: dict[Var, Weight]) -> Path | None:
     modules: their bodies say more.
     What is only another view of a weight becomes known.
     """
-    found = [known[v] for v in eqn.invars if _jax.is_var(v) and v in known]
-    if not found:
+    weights = [known[v] for v in eqn.invars if _jax.is_var(v) and v in known]
+    if not weights:
         return None
     has_body = any(True for _ in _jax.subjaxprs(eqn))
     is_whole = _jax.is_call(eqn) and not _jax.is_checkpoint(eqn)
-    if has_body and not (is_whole and len({w.module for w in found}) == 1):
+    if has_body and not (is_whole and len({w.module for w in weights}) == 1):
         return ()
-    weight = max(found, key=lambda w: (w.trained, len(w.module)))
+    weight = max(weights, key=lambda w: (w.trained, len(w.module)))
     if eqn.primitive.name in _PASSED_ON:
         known.update((v, weight) for v in eqn.outvars if _jax.is_var(v))
     return weight.module

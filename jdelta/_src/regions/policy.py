@@ -102,8 +102,8 @@ class Policy:
 
         Args:
             name: Its name.
-            entering: The name by which it enters another unit, if it does. By hand it stays by that
-                name only: the unit that makes it computes it again.
+            entering: The name by which it enters another region, if it does. By hand it stays by
+                that name only: the region that makes it computes it again.
         """
         name = entering if entering and self.is_by_hand else name
         for decision, names in self._sets.items():

@@ -1,4 +1,4 @@
-"""Regions: the units of recompute, and the session that tells them what to do while tracing."""
+"""Regions, and the session that tells them what to do while tracing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Grouping:
         layers: How many layers one iteration runs.
         nested: Whether these are a loop in the loop, under one more ``jax.checkpoint`` that keeps
             what enters the first of them; else each is a region of its own.
-        coarse: Whether units that are found in the program are larger than seems best.
+        coarse: Whether regions that are found in the program are larger than seems best.
     """
 
     layers: int
@@ -183,8 +183,8 @@ def region(
         weights = [Weight(path) for leaf, path in paths if _jax.is_array(leaf)]
 
         def call(*arrays: Any) -> Any:
-            given = iter(arrays)
-            filled = [next(given) if _jax.is_array(leaf) else leaf for leaf in leaves]
+            values = iter(arrays)
+            filled = [next(values) if _jax.is_array(leaf) else leaf for leaf in leaves]
             args, kwargs = jax.tree.unflatten(tree, filled)
             return fun(*args, **kwargs)
 
@@ -214,12 +214,13 @@ def region(
 
 
 def _not_again(region: str, eqn: _jax.Eqn) -> TraceError:
-    """The error of a unit in which something has to happen once."""
+    """The error of a region in which something has to happen once."""
     place, what = _jax.place_of(eqn), eqn.primitive.name
     return TraceError(
-        f"The unit {region.partition('#')[0]!r} has {what} in it{f' at {place}' if place else ''}: "
-        "that must happen once, and a unit may be computed again. Move it out of the unit (return "
-        "what it needs, and do it there), or mark units with jdelta.remat that leave it out."
+        f"The region {region.partition('#')[0]!r} has {what} in it"
+        f"{f' at {place}' if place else ''}: that must happen once, and a region may be computed "
+        "again. Move it out of the region (return what it needs, and do it there), or mark regions "
+        "with jdelta.remat that leave it out."
     )
 
 

@@ -20,7 +20,7 @@ from jdelta._src.program.names import Path, common, inner_path, scope_path
 from jdelta._src.program.primitives import MATMULS
 from jdelta._src.regions.modules import LISTED
 
-UNNAMED = "unit"
+UNNAMED = "region"
 """What a region is called whose products are in no module, or in several."""
 
 MOST_PAIRS = 1 << 22

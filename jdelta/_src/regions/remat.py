@@ -1,4 +1,4 @@
-"""``jdelta.remat``: marks a unit of recompute, on a function or a Flax module class."""
+"""``jdelta.remat``: marks a function or a Flax module class as a region."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 @overload
-def remat(unit: T) -> T: ...
+def remat(fun: T, /) -> T: ...
 @overload
 def remat(
     *,
@@ -23,42 +23,45 @@ def remat(
 ) -> Callable[[T], T]: ...
 @overload
 def remat(
-    unit: T,
+    fun: T,
+    /,
     *,
     policy: RegionPolicy | None = None,
     name: str | None = None,
     prevent_cse: bool | None = None,
 ) -> T: ...
 def remat(
-    unit: Any = None,
+    fun: Any = None,
+    /,
     *,
     policy: RegionPolicy | None = None,
     name: str | None = None,
     prevent_cse: bool | None = None,
 ) -> Any:
-    """Mark a unit of recompute: a Flax module class (Linen or NNX) or any function.
+    """Mark a Flax module class (Linen or NNX) or any function as a region.
 
-    A function of Haiku's may make parameters and draw keys inside. Equinox modules are pytrees:
-    mark the method that computes, or a function that is given the module.
+    A *region* is a part of the step that is recomputed as one. A function of Haiku's may make
+    parameters and draw keys inside. Equinox modules are pytrees: mark the method that computes, or
+    a function that is given the module.
 
-    Results, gradients, parameter names and random bits are those of the unmarked unit. Under a
+    Results, gradients, parameter names and random bits are those of the unmarked function. Under a
     plan (``Plan.jit``, ``jdelta.jit`` or ``policy=``) each value inside is saved, offloaded or
     recomputed as the plan says; without one nothing is rematerialised, the values only carry
-    names. A unit inside another one belongs to the outer one.
+    names. A region inside another one belongs to the outer one.
 
     Args:
-        unit: A Linen or NNX module class, whose ``__call__`` is the unit, or a function. Leaves of
+        fun: A Linen or NNX module class, whose ``__call__`` is the region, or a function. Leaves of
             its arguments that are not arrays (bools, numbers, strings) stay static.
         policy: A ``jdelta.Plan`` to follow; default: the plan of the step being compiled.
-        name: Name of the unit in plans; default: the module path of a Linen module, else the name
-            of the class or function with a number for each call.
+        name: Name of the region in plans; default: the module path of a Linen module, else the
+            name of the class or function with a number for each call.
         prevent_cse: As in ``jax.checkpoint``; default: on outside of loops, off inside.
 
     Returns:
-        The unit with the same signature; for ``unit=None`` a decorator.
+        The function or class with the same signature; without ``fun`` a decorator.
 
     Raises:
-        TypeError: ``unit`` is not a class or function that can be marked.
+        TypeError: ``fun`` is not a class or function that can be marked.
 
     Example:
         >>> import jax, jax.numpy as jnp, jdelta
@@ -71,21 +74,21 @@ def remat(
         >>> sorted({r.region for r in jdelta.plan(step, None, shape, shape).residuals})
         ['layer_0', 'layer_1']
     """
-    if unit is None:
+    if fun is None:
         return functools.partial(remat, policy=policy, name=name, prevent_cse=prevent_cse)
-    if isinstance(unit, (type, functools.partial)) and "flax" in sys.modules:
+    if isinstance(fun, (type, functools.partial)) and "flax" in sys.modules:
         from jdelta._src.regions.frameworks import flax
 
-        marked = flax.mark_class(unit, policy, name, prevent_cse)
+        marked = flax.mark_class(fun, policy, name, prevent_cse)
         if marked is not None:
             return marked
-    if isinstance(unit, type) or not callable(unit):
+    if isinstance(fun, type) or not callable(fun):
         raise TypeError(
             "jdelta.remat marks a function or a Flax module class (linen.Module or nnx.Module); "
-            f"got {unit!r}. Of a class of Equinox or Haiku, mark the method that computes: "
+            f"got {fun!r}. Of a class of Equinox or Haiku, mark the method that computes: "
             "__call__ = jdelta.remat(__call__)."
         )
-    return _function(unit, policy, name, prevent_cse)
+    return _function(fun, policy, name, prevent_cse)
 
 
 def _name_of(fun: Callable[..., Any]) -> str:

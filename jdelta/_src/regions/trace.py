@@ -24,7 +24,7 @@ from jdelta._src.regions.region import AS_WRITTEN, Grouping, Session
 
 @dataclass(frozen=True)
 class Region:
-    """A unit of recompute as it occurs in the step.
+    """A region of the step.
 
     Attributes:
         name: Its name in plans.
@@ -174,8 +174,8 @@ def uncut_reason(error: Exception) -> str:
     place = _jax.place_of_error(error)
     said = next(iter(str(error).splitlines()), "")
     return (
-        "JAX traces the step, but not in units of recompute"
-        f"{f', because of {place}' if place else ''}: {type(error).__name__}: {said}. Mark units "
+        "JAX traces the step, but not cut into regions"
+        f"{f', because of {place}' if place else ''}: {type(error).__name__}: {said}. Mark regions "
         "with jdelta.remat that leave this out."
     )
 
@@ -272,13 +272,13 @@ def _leaving(leaked: Any) -> str:
 
 def _nests(graph: Graph) -> dict[str, Nest]:
     """From each region in a program, by its name while tracing, to the loops around it."""
-    found: dict[str, Nest] = {}
+    nests: dict[str, Nest] = {}
     for op, nest in walk(graph):
         if isinstance(op.name, RegionName) and op.name.loops == 0:
             # JAX hoists what does not change out of loops: the deepest values tell.
-            deepest = found.get(op.name.region, nest)
-            found[op.name.region] = max(deepest, nest, key=lambda n: (n.loops, n.trips))
-    return found
+            deepest = nests.get(op.name.region, nest)
+            nests[op.name.region] = max(deepest, nest, key=lambda n: (n.loops, n.trips))
+    return nests
 
 
 def _derivative(session: Session, traced: str, step: Shardings) -> tuple[Graph, int]:
@@ -299,13 +299,13 @@ def _derivative(session: Session, traced: str, step: Shardings) -> tuple[Graph, 
 
 def _in_branches(graph: Graph, *, inside: bool = False) -> set[str]:
     """The regions, by their names while tracing, that are in a branch of a ``cond``."""
-    found: set[str] = set()
+    names: set[str] = set()
     for op in graph.operations:
         if inside and isinstance(op.name, RegionName) and not op.name.conditional:
-            found.add(op.name.region)
+            names.add(op.name.region)
         for body in op.bodies:
-            found |= _in_branches(body, inside=inside or op.primitive == "cond")
-    return found
+            names |= _in_branches(body, inside=inside or op.primitive == "cond")
+    return names
 
 
 def _row_bytes(graph: Graph) -> int:
@@ -328,13 +328,13 @@ def _has_region(graph: Graph) -> bool:
 
 def _bytes_by_name(graph: Graph) -> dict[str, int]:
     """Bytes of each value with a name given here."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for op in graph.operations:
         if isinstance(op.name, RegionName):
-            found.setdefault(op.name, graph.values[op.outputs[0]].bytes)
+            sizes.setdefault(op.name, graph.values[op.outputs[0]].bytes)
         for body in op.bodies:
-            found = {**_bytes_by_name(body), **found}
-    return found
+            sizes = {**_bytes_by_name(body), **sizes}
+    return sizes
 
 
 def _copies(one: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
@@ -369,11 +369,11 @@ def _base(traced: str) -> str:
 
 def _inner_names(values: Iterable[str]) -> dict[str, set[str]]:
     """The names of values without their region's, by the base of that."""
-    found: dict[str, set[str]] = {}
+    names: dict[str, set[str]] = {}
     for name in values:
         if isinstance(name, RegionName):
-            found.setdefault(_base(name.region), set()).add(name.removeprefix(name.region))
-    return found
+            names.setdefault(_base(name.region), set()).add(name.removeprefix(name.region))
+    return names
 
 
 def _looks_like_another(base: str, inner: Mapping[str, set[str]]) -> bool:

@@ -189,15 +189,15 @@ class _Explaining:
 
     def _chain(self, r: Residual) -> list[Residual]:
         """What the plan drops of what the residual is computed from, first things first."""
-        found: dict[str, Residual] = {}
+        sources: dict[str, Residual] = {}
         todo = list(r.sources)
         while todo:
             source = self.by_name[todo.pop()]
             dropped = self.decisions[source.name] is Decision.RECOMPUTE and not source.boundary
-            if source.name not in found and dropped:
-                found[source.name] = source
+            if source.name not in sources and dropped:
+                sources[source.name] = source
                 todo += source.sources
-        return [source for source in self.residuals if source.name in found]
+        return [source for source in self.residuals if source.name in sources]
 
     def _lifespan(self, r: Residual) -> float:
         """Forward and backward work on what comes after it; a backward pass takes twice as long.
@@ -210,7 +210,7 @@ class _Explaining:
         return 3 * (after + sum(o.seconds for o in later if o.region == r.region) / 2)
 
     def _free(self) -> list[Item]:
-        """What the solver decides about; an item that is pinned has one way only."""
+        """What the solver decides about; an item that is pinned is not asked about."""
         return [i for i in self.items.problem.items if i.name not in self.items.pinned]
 
     def _turning(self, r: Residual) -> int | None:

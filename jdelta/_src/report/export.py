@@ -39,7 +39,7 @@ class _Names:
     Attributes:
         decisions: From each name to its decision.
         unnamed: Residuals without such a name that the plan keeps.
-        entering: What becomes of what enters the units.
+        entering: What becomes of what enters the regions.
     """
 
     decisions: Mapping[str, Decision]

@@ -116,14 +116,14 @@ def moments(line: Timeline, step: Step, rename: Callable[[Any], str] = str) -> t
         step: The step it is of.
         rename: From names in its program to what to call values.
     """
-    found: list[Moment] = []
+    moments: list[Moment] = []
     now = 0.0
     base = fixed_bytes(line.graph, step)
     for seconds, live, what, alive in _stretches(line, step.target, base, rename):
         if seconds:
-            found.append(Moment(now, seconds, live, what, alive))
+            moments.append(Moment(now, seconds, live, what, alive))
             now += seconds
-    return tuple(_coarse(found))
+    return tuple(_coarse(moments))
 
 
 _Alive = tuple[tuple[str, int], ...]

@@ -72,7 +72,7 @@ class Row:
         """The reason for the decision, in a few words."""
         seconds = format_seconds(self.seconds)
         if self.sample.boundary:
-            return "enters a unit"
+            return "enters a region"
         if self.decision is not Decision.RECOMPUTE:
             return f"saves {seconds}"
         if not self.sample.needed:
@@ -108,8 +108,8 @@ def _alike(
 ) -> list[tuple[str, list[Residual]]]:
     """Residuals that differ only in numbers of layers, and the name that stands for them.
 
-    Where frameworks number the layers of the whole model (``unit_3/linear_7``), the numbers inside
-    of regions are stars too, if no value of another shape has such a name.
+    Where frameworks number the layers of the whole model (``region_3/linear_7``), the numbers
+    inside of regions are stars too, if no value of another shape has such a name.
     """
     groups: dict[tuple[str, str, Decision, _Array], list[Residual]] = {}
     for r in residuals:

@@ -1,4 +1,4 @@
-"""The way to files: what may be spilled, and how much of it compute hides.
+"""The link to files: what may be spilled, and how much of it compute hides.
 
 TBA (arXiv 2408.10013) spills no parameters, inputs and small tensors, which are no residuals or
 refused here, and nothing that is read at once. Its *adaptive offloading* walks the scopes of the
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
-from jdelta._src.residuals.links import Way
+from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.spill import Spill, SpillRates
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A unit of the forward pass, an iteration of a loop each.
+    """A region of the forward pass, an iteration of a loop each.
 
     Attributes:
-        region: Name of the unit.
+        region: Name of the region.
         bytes: Bytes that can be spilled.
         seconds: Seconds of its forward pass.
     """
@@ -57,15 +57,17 @@ def hidden_scopes(scopes: Sequence[Scope], bandwidth: float, pool: float) -> int
     forward = sum(scope.seconds for scope in scopes)
     written = passed = 0.0
     for number, scope in enumerate(scopes):
-        late = written + 2 * scope.bytes > bandwidth * (3 * forward - 2 * passed)
+        is_late = written + 2 * scope.bytes > bandwidth * (3 * forward - 2 * passed)
         written += scope.bytes
         passed += scope.seconds
-        if late or scope.bytes > pool or written - bandwidth * passed > pool:
+        if is_late or scope.bytes > pool or written - bandwidth * passed > pool:
             return number
     return len(scopes)
 
 
-def to_files(spill: Spill, rates: SpillRates, residuals: Sequence[Residual], target: Target) -> Way:
+def to_files(
+    spill: Spill, rates: SpillRates, residuals: Sequence[Residual], target: Target
+) -> Link:
     """Files in a directory.
 
     Args:
@@ -74,8 +76,8 @@ def to_files(spill: Spill, rates: SpillRates, residuals: Sequence[Residual], tar
         residuals: The residuals of the step, in the order of the forward pass.
         target: Where the step runs.
     """
-    link, crosses = target.rates, target.backend.devices.have_own_memory
-    waiting = 1 / link.device_to_host + 1 / link.host_to_device if crosses else 0.0
+    host, crosses = target.rates, target.backend.devices.have_own_memory
+    waiting = 1 / host.device_to_host + 1 / host.host_to_device if crosses else 0.0
     last = residuals[-1].region if residuals and residuals[-1].loops == 0 else None
 
     def refusal(r: Residual) -> str | None:
@@ -83,15 +85,15 @@ def to_files(spill: Spill, rates: SpillRates, residuals: Sequence[Residual], tar
 
     scopes = list(_scopes(residuals, [r.needed and refusal(r) is None for r in residuals]))
     hidden = hidden_scopes(scopes, min(rates.write, rates.read), spill.pool_bytes)
-    late = {scope.region for scope in scopes[hidden:]}
-    return Way(
+    exposed = {scope.region for scope in scopes[hidden:]}
+    return Link(
         Decision.SPILL,
         rates.write,
         rates.read,
         float("inf") if spill.limit_bytes is None else spill.limit_bytes,
         refusal,
         hidden_out=sum(scope.bytes for scope in scopes[:hidden]) / rates.write,
-        bare=frozenset(r.name for r in residuals if r.loops == 0 and r.region in late),
+        bare=frozenset(r.name for r in residuals if r.loops == 0 and r.region in exposed),
         waiting=waiting,
     )
 
@@ -114,7 +116,7 @@ def _refusal(r: Residual, least: int, last: str | None) -> str | None:
     if not r.shape or r.bytes < least * r.count:
         return "too small to be worth a file"
     if last and (r.region == last or (r.entering or "").startswith(f"{last}/")):
-        return "in the last unit of the forward pass, so read at once"
+        return "in the last region of the forward pass, so read at once"
     if not _has_bytes(r.dtype):
         return f"of dtype {r.dtype}, which has no whole bytes"
     return None

@@ -1,4 +1,4 @@
-"""From residuals to the items of a planning problem: bytes on the target, seconds of each way."""
+"""From residuals to the items of a planning problem: bytes on the target, seconds on each link."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, OffloadError, SpillError
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.program.graph import Value
-from jdelta._src.residuals.links import EXPOSED, Way, to_host
+from jdelta._src.residuals.links import EXPOSED, Link, to_host
 from jdelta._src.residuals.pins import Pins, pinned
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.sizes import format_bytes, format_some
-from jdelta._src.solver.problem import AWAY, Item, Move, Problem, Tier
+from jdelta._src.solver.problem import AWAY, Item, Memory, Move, Problem
 
 _UNSAVEABLE = float(1 << 62)
 """Bytes of an item that must not be saved: more than any device has, yet finite to sum up."""
@@ -51,14 +51,13 @@ class Items:
         that is kept) is dropped: JAX would not keep it either. What is pinned to stay, stays.
         """
         free = {item.name: d for item, d in zip(self.problem.items, chosen, strict=True)}
-        given = [self.pinned.get(r.name) or self._given(r, free) for r in self.residuals]
-        again = self.whole.recomputed(given)
+        wished = [self.pinned.get(r.name) or self._wished(r, free) for r in self.residuals]
         kept = {name for name, decision in self.pinned.items() if decision not in AWAY}
-        for r, more in zip(self.residuals, again, strict=True):
-            kept.update(r.sources if more else ())
+        for r, is_recomputed in zip(self.residuals, self.whole.recomputed(wished), strict=True):
+            kept.update(r.sources if is_recomputed else ())
         return {
             r.name: d if r.needed or r.name in kept else Decision.RECOMPUTE
-            for r, d in zip(self.residuals, given, strict=True)
+            for r, d in zip(self.residuals, wished, strict=True)
         }
 
     def policy_decisions(self, decisions: Mapping[str, Decision]) -> dict[str, Decision]:
@@ -67,14 +66,14 @@ class Items:
         return {**decisions, **entering}
 
     def decisions_by_hand(self, decisions: Mapping[str, Decision]) -> dict[str, Decision]:
-        """The same, but what enters a unit is not handed to the unit that makes it, unless pinned.
+        """The same, but a region's input is not handed to the region that makes it, unless pinned.
 
-        Of ``{"unit_0/tanh": SAVE}`` that enters ``unit_1`` it makes
-        ``{"unit_0/tanh": RECOMPUTE, "unit_1/input": SAVE}``.
+        Of ``{"region_0/tanh": SAVE}`` that enters ``region_1`` it makes
+        ``{"region_0/tanh": RECOMPUTE, "region_1/input": SAVE}``.
         """
         stays = (r for r in self.residuals if decisions[r.name] is Decision.SAVE)
-        made = {r.name for r in stays if r.entering and r.name not in self.pinned}
-        return self.policy_decisions(decisions) | dict.fromkeys(made, Decision.RECOMPUTE)
+        entering = {r.name for r in stays if r.entering and r.name not in self.pinned}
+        return self.policy_decisions(decisions) | dict.fromkeys(entering, Decision.RECOMPUTE)
 
     def with_boundaries(self) -> Items:
         """The problem in which boundaries may leave the device."""
@@ -93,10 +92,10 @@ class Items:
                 items.append(_part_of(item, number, count, sources))
         return replace(self.problem, items=tuple(items))
 
-    def without(self, *ways: Decision) -> Items:
-        """The same problem with nothing moved these ways but what is pinned, and boundaries."""
-        closed = tuple(_without(item, *ways) for item in self.problem.items)
-        return replace(self, problem=replace(self.problem, items=closed))
+    def without(self, *closed: Decision) -> Items:
+        """The same problem with these links closed to all but what is pinned, and boundaries."""
+        items = tuple(_without(item, *closed) for item in self.problem.items)
+        return replace(self, problem=replace(self.problem, items=items))
 
     def recompute_seconds(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds to compute again what complete decisions drop."""
@@ -104,9 +103,9 @@ class Items:
 
     def overhead_but_for_host(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step, transfers to the host left out."""
-        tiers = tuple(t for t in self.whole.tiers if t.decision is not Decision.OFFLOAD)
-        given = [decisions[r.name] for r in self.residuals]
-        return replace(self.whole, tiers=tiers).overhead(given)
+        memories = tuple(m for m in self.whole.memories if m.decision is not Decision.OFFLOAD)
+        problem = replace(self.whole, memories=memories)
+        return problem.overhead([decisions[r.name] for r in self.residuals])
 
     def overhead(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step."""
@@ -122,8 +121,8 @@ class Items:
             OffloadError: It should go to the host.
             SpillError: It should go to files.
         """
-        for pattern, given in self.pins.decisions.items():
-            decision = Decision(given)
+        for pattern, text in self.pins.decisions.items():
+            decision = Decision(text)
             if decision not in AWAY:
                 continue
             names = [
@@ -138,7 +137,7 @@ class Items:
                     '"recompute" too, or take this out of pin=.'
                 )
 
-    def _given(self, r: Residual, free: Mapping[str, Decision]) -> Decision:
+    def _wished(self, r: Residual, free: Mapping[str, Decision]) -> Decision:
         """The decision for a residual; a boundary stays, or leaves for another memory."""
         if not r.boundary:
             return free[r.name]
@@ -146,9 +145,9 @@ class Items:
         return Decision.SAVE if stays else self.leaving[r.name]
 
 
-def _without(item: Item, *decisions: Decision) -> Item:
-    """The item with these ways closed to it."""
-    return replace(item, moves=tuple(m for m in item.moves if m.to not in decisions))
+def _without(item: Item, *closed: Decision) -> Item:
+    """The item with these links closed to it."""
+    return replace(item, moves=tuple(m for m in item.moves if m.to not in closed))
 
 
 def _part_of(item: Item, number: int, parts: int, sources: tuple[int, ...]) -> Item:
@@ -177,7 +176,7 @@ def items_of(
     target: Target,
     host_budget: float,
     pins: Pins,
-    files: Way | None = None,
+    files: Link | None = None,
 ) -> Items:
     """State the planning problem of a step.
 
@@ -186,36 +185,36 @@ def items_of(
         target: What it is compiled for.
         host_budget: Bytes that may be offloaded to the host.
         pins: What the user decided by hand.
-        files: The way to files, if there is one.
+        files: The link to files, if there is one.
 
     Raises:
         PlanMismatchError: A pin fits no residual, or moves what cannot be.
         BudgetError: More is pinned to another memory than there is room for.
     """
     host = to_host(target, host_budget)
-    ways = (host, files) if files else (host,)
-    decided = pinned(residuals, ways, pins)
-    rooms = {way.decision: _room(way, residuals, decided) for way in ways}
+    links = (host, files) if files else (host,)
+    decided = pinned(residuals, links, pins)
+    rooms = {link.decision: _room(link, residuals, decided) for link in links}
     inside = [r for r in residuals if not r.boundary]
     free = [r for r in residuals if r.boundary and r.name not in decided]
-    leaving = _leaving(free, ways, rooms)
+    leaving = _leaving(free, links, rooms)
     left = {
         d: room - sum(r.bytes for r in free if leaving.get(r.name) is d)
         for d, room in rooms.items()
     }
     some = [r for r in residuals if not r.boundary or r.name in leaving]
-    problem = _Maker(target, ways)
+    maker = _Maker(target, links)
 
-    def tiers(rooms: Mapping[Decision, float]) -> tuple[Tier, ...]:
-        return tuple(way.tier(residuals, rooms[way.decision]) for way in ways)
+    def memories(rooms: Mapping[Decision, float]) -> tuple[Memory, ...]:
+        return tuple(link.memory(residuals, rooms[link.decision]) for link in links)
 
-    near, deep = tiers(rooms), tiers(left)
+    roomy, filled = memories(rooms), memories(left)
     return Items(
-        problem=Problem(problem.items(inside, decided), 0.0, near),
-        deep=Problem(problem.deep_items(some, decided, deep, leaving), 0.0, deep)
+        problem=Problem(maker.items(inside, decided), 0.0, roomy),
+        deep=Problem(maker.deep_items(some, decided, filled, leaving), 0.0, filled)
         if leaving
         else None,
-        whole=Problem(problem.items(residuals, {}), 0.0, near),
+        whole=Problem(maker.items(residuals, {}), 0.0, roomy),
         residuals=tuple(residuals),
         pins=pins,
         pinned=decided,
@@ -223,20 +222,20 @@ def items_of(
     )
 
 
-def _room(way: Way, residuals: Sequence[Residual], pinned: Mapping[str, Decision]) -> float:
-    """Bytes that a way has room for beside what is pinned there.
+def _room(link: Link, residuals: Sequence[Residual], pinned: Mapping[str, Decision]) -> float:
+    """Bytes that the memory at a link has room for beside what is pinned there.
 
     Raises:
         BudgetError: It has not even room for that.
     """
-    away = sum(r.bytes for r in residuals if pinned.get(r.name) is way.decision)
-    if away > way.room:
-        where, bound = _NAMES[way.decision]
+    away = sum(r.bytes for r in residuals if pinned.get(r.name) is link.decision)
+    if away > link.room:
+        where, bound = _NAMES[link.decision]
         raise BudgetError(
             f"pin= puts {format_bytes(away)} {where}, more than {bound}, "
-            f"{format_bytes(way.room)}. Pin less there, or raise {bound}."
+            f"{format_bytes(link.room)}. Pin less there, or raise {bound}."
         )
-    return way.room - away
+    return link.room - away
 
 
 _NAMES = {
@@ -247,25 +246,25 @@ _NAMES = {
 
 
 def _leaving(
-    boundaries: Sequence[Residual], ways: Sequence[Way], rooms: Mapping[Decision, float]
+    boundaries: Sequence[Residual], links: Sequence[Link], rooms: Mapping[Decision, float]
 ) -> dict[str, Decision]:
-    """Where boundaries go that do not stay: the first ones the first way, till it is full."""
+    """Where boundaries go that do not stay: by the first link first, till its memory is full."""
     leaving: dict[str, Decision] = {}
-    for way in ways:
-        movable = [r for r in boundaries if r.name not in leaving and way.refusal(r) is None]
+    for link in links:
+        movable = [r for r in boundaries if r.name not in leaving and link.refusal(r) is None]
         filled = itertools.accumulate(r.bytes for r in movable)
         pairs = zip(movable, filled, strict=True)
-        room = rooms[way.decision]
-        leaving.update((r.name, way.decision) for r, total in pairs if total <= room)
+        room = rooms[link.decision]
+        leaving.update((r.name, link.decision) for r, total in pairs if total <= room)
     return leaving
 
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes items for a target, from which these ways lead."""
+    """Makes items for a target, from which these links lead."""
 
     target: Target
-    ways: Sequence[Way]
+    links: Sequence[Link]
 
     def items(
         self, residuals: Sequence[Residual], pinned: Mapping[str, Decision]
@@ -278,23 +277,23 @@ class _Maker:
             if pinned.get(r.name, Decision.RECOMPUTE) is Decision.RECOMPUTE:
                 index[r.name] = len(items)
                 sources = tuple(index[s] for s in r.sources if s in index and s not in in_use)
-                items.append(self._item(r, sources, held=r.name in pinned))
+                items.append(self._item(r, sources, is_pinned=r.name in pinned))
         return tuple(items)
 
     def deep_items(
         self,
         residuals: Sequence[Residual],
         pinned: Mapping[str, Decision],
-        tiers: Sequence[Tier],
+        memories: Sequence[Memory],
         leaving: Mapping[str, Decision],
     ) -> tuple[Item, ...]:
         """Items with boundaries among them: one that is not saved costs its transfers."""
         items = self.items(residuals, pinned)
         exposed = {
-            tier.decision: _exposed(
-                tier, [i for i in items if leaving.get(i.name) is tier.decision]
+            memory.decision: _exposed(
+                memory, [i for i in items if leaving.get(i.name) is memory.decision]
             )
-            for tier in tiers
+            for memory in memories
         }
 
         def boundary(item: Item, to: Decision) -> Item:
@@ -306,16 +305,16 @@ class _Maker:
 
         return tuple(boundary(i, leaving[i.name]) if i.name in leaving else i for i in items)
 
-    def _item(self, r: Residual, sources: tuple[int, ...], *, held: bool) -> Item:
-        """One residual as an item; ``held`` leaves recomputing it as the only way."""
+    def _item(self, r: Residual, sources: tuple[int, ...], *, is_pinned: bool) -> Item:
+        """One residual as an item; ``is_pinned`` leaves nothing but to recompute it."""
         compiler = Compiler(self.target.backend)
         value = Value(r.shape, r.dtype, r.bytes // max(1, r.count), r.spec)
         stored = compiler.stored_bytes(value, read_narrowly=r.read_narrowly)
         size = (stored if r.loops else compiler.bytes(value)) * r.count
-        moves = () if held else (way.move(r) for way in self.ways)
+        moves = () if is_pinned else (link.move(r) for link in self.links)
         return Item(
             name=r.name,
-            bytes=_UNSAVEABLE if held else size,
+            bytes=_UNSAVEABLE if is_pinned else size,
             seconds=r.seconds,
             sources=sources,
             needed=r.needed,
@@ -324,11 +323,11 @@ class _Maker:
         )
 
 
-def _exposed(tier: Tier, items: Sequence[Item]) -> float:
-    """Share of the transfers that is exposed if all these items move to a tier."""
-    moves = [move for item in items if (move := item.move(tier.decision))]
+def _exposed(memory: Memory, items: Sequence[Item]) -> float:
+    """Share of the transfers that is exposed if all these items move to a memory."""
+    moves = [move for item in items if (move := item.move(memory.decision))]
     moving = sum(move.seconds_out + move.seconds_in for move in moves)
-    hidden = tier.hidden_out + tier.hidden_in
+    hidden = memory.hidden_out + memory.hidden_in
     return max(EXPOSED, 1 - hidden / moving) if moving else 1.0
 
 

@@ -1,4 +1,4 @@
-"""The ways that a residual may leave the device: to which memory, how fast, and what may not."""
+"""Links from the device to other memories: how fast they are, and which residuals may not go."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from jdelta._src.backends.target import Target
 from jdelta._src.decision import Decision
 from jdelta._src.residuals.residual import Residual
-from jdelta._src.solver.problem import Move, Tier
+from jdelta._src.solver.problem import Memory, Move
 
 HIDING = 0.8
-"""Share of the compute of units with offload that is expected to hide transfers."""
+"""Share of the compute of regions with offload that is expected to hide transfers."""
 
 EXPOSED = 0.15
 """Share of a transfer that is expected to be exposed although there is compute to hide it."""
@@ -21,8 +21,8 @@ LEAST_OFFLOAD = 1 << 20
 
 
 @dataclass(frozen=True)
-class Way:
-    """A memory that residuals can leave the device for.
+class Link:
+    """What leads from the device to another memory.
 
     Attributes:
         decision: What moves a residual there.
@@ -30,7 +30,7 @@ class Way:
         into: Bytes per second back.
         room: Bytes that residuals may take there.
         refusal: Why a residual must not go there; None if it may.
-        hidden_out: Seconds on the link out that are hidden although the forward pass takes less.
+        hidden_out: Seconds out that are hidden although the forward pass takes less.
         bare: Names of the residuals whose transfers nothing hides.
         waiting: Seconds a byte that the device waits for the host, out and back together.
     """
@@ -54,7 +54,7 @@ class Way:
             return Move(self.decision, 0.0, 0.0, r.bytes, waited + out + into)
         return Move(self.decision, out, into, r.bytes, waited + EXPOSED * (out + into))
 
-    def tier(self, residuals: Sequence[Residual], room: float) -> Tier:
+    def memory(self, residuals: Sequence[Residual], room: float) -> Memory:
         """The memory, and seconds of transfer that compute is expected to hide; compiling tells.
 
         A backward pass takes about twice a forward pass, which is what computing all residuals
@@ -62,17 +62,17 @@ class Way:
         """
         hiding = {r.region for r in residuals if self.refusal(r) is None}
         forward = HIDING * sum(r.seconds for r in residuals if r.region in hiding)
-        return Tier(self.decision, room, max(forward, self.hidden_out), 2 * forward)
+        return Memory(self.decision, room, max(forward, self.hidden_out), 2 * forward)
 
 
-def to_host(target: Target, room: float) -> Way:
+def to_host(target: Target, room: float) -> Link:
     """Pinned host memory."""
     rates = target.rates
 
     def refusal(r: Residual) -> str | None:
         return offload_refusal(r, target)
 
-    return Way(Decision.OFFLOAD, rates.device_to_host, rates.host_to_device, room, refusal)
+    return Link(Decision.OFFLOAD, rates.device_to_host, rates.host_to_device, room, refusal)
 
 
 def offload_refusal(residual: Residual, target: Target) -> str | None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
-from jdelta._src.residuals.links import Way
+from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.solver.problem import AWAY
 
@@ -60,13 +60,13 @@ def fitting(
         pattern: For example ``"h_0/mlp/tanh"``, ``"decoder_layer_input"`` or ``"h_*/mlp/*"``.
         users: From the user's own names to those of the residuals that have them.
     """
-    ways: tuple[Callable[[Residual], bool], ...] = (
+    readings: tuple[Callable[[Residual], bool], ...] = (
         lambda r: pattern in (r.name, r.label, r.entering),
         lambda r: pattern == r.given or r.name in users.get(pattern, ()),
         lambda r: _fits(r, pattern.replace("[", "[[]")),
         lambda r: _fits(r, pattern),
     )
-    found = ([r for r in residuals if fits(r)] for fits in ways)
+    found = ([r for r in residuals if fits(r)] for fits in readings)
     return next(filter(None, found), [])
 
 
@@ -74,31 +74,31 @@ def _fits(r: Residual, pattern: str) -> bool:
     return fnmatch.fnmatchcase(r.name, pattern) or fnmatch.fnmatchcase(r.label, pattern)
 
 
-def pinned(residuals: Sequence[Residual], ways: Sequence[Way], pins: Pins) -> dict[str, Decision]:
+def pinned(residuals: Sequence[Residual], links: Sequence[Link], pins: Pins) -> dict[str, Decision]:
     """The decisions of the user's, by the names of residuals.
 
     Args:
         residuals: The residuals.
-        ways: What leads away from the device.
+        links: What leads from the device to other memories.
         pins: What the user decided.
 
     Raises:
         PlanMismatchError: A pattern fits no residual, moves what cannot be moved, or is a name that
             a later one decides about.
     """
-    found: dict[str, Decision] = {}
+    decided: dict[str, Decision] = {}
     by: dict[str, str] = {}
-    for pattern, given in pins.decisions.items():
-        decision = Decision(given)
+    for pattern, text in pins.decisions.items():
+        decision = Decision(text)
         names = [r.name for r in _pinnable(residuals, pattern, decision, pins)]
-        found.update(dict.fromkeys(names, decision))
+        decided.update(dict.fromkeys(names, decision))
         by.update(dict.fromkeys(names, pattern))
-    _check_order(residuals, pins, found, by)
+    _check_order(residuals, pins, decided, by)
     for r in residuals:
-        decision = found.get(r.name)
-        if decision and (refusal := _refusal(r, ways, decision)):
+        decision = decided.get(r.name)
+        if decision and (refusal := _refusal(r, links, decision)):
             raise PlanMismatchError(f"pin: {r.label!r} cannot be {_DONE[decision]}: {refusal}")
-    return found
+    return decided
 
 
 def _pinnable(
@@ -118,7 +118,7 @@ def _pinnable(
     if not fit and residuals:
         raise PlanMismatchError(
             f"pin: {pattern!r} fits only what enters a region, which jax.checkpoint keeps: "
-            "save or move it, or mark a larger unit with jdelta.remat"
+            "save or move it, or mark a larger region with jdelta.remat"
         )
     return fit
 
@@ -149,9 +149,9 @@ def _check_order(
 _DONE = {Decision.OFFLOAD: "offloaded", Decision.SPILL: "spilled"}
 
 
-def _refusal(r: Residual, ways: Sequence[Way], decision: Decision) -> str | None:
+def _refusal(r: Residual, links: Sequence[Link], decision: Decision) -> str | None:
     """Why a decision must not be taken for a residual; None if it may."""
     if decision not in AWAY:
         return None
-    way = next((way for way in ways if way.decision is decision), None)
-    return way.refusal(r) if way else "no directory is given with spill="
+    link = next((link for link in links if link.decision is decision), None)
+    return link.refusal(r) if link else "no directory is given with spill="

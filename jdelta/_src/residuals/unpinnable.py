@@ -34,7 +34,7 @@ def why_unpinnable(trace: Trace, known: Collection[str], name: str) -> str | Non
         return None
     return (
         "it names a value outside of all regions, or in a loop or rule of its own that keeps "
-        "nothing; mark a unit around it with jdelta.remat"
+        "nothing; mark a region around it with jdelta.remat"
     )
 
 

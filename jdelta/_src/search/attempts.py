@@ -28,7 +28,7 @@ class Attempts:
         """Begin.
 
         Args:
-            proposals: What proposes; it learns from each program, and of each way that failed.
+            proposals: What proposes; it learns from each program, and of each link that failed.
             compiles: The programs compiled so far.
             alike: The best plan with the loops as they are, if this is about another grouping.
         """
@@ -66,10 +66,10 @@ class Attempts:
     def tried(self, candidate: Candidate) -> CompiledCandidate | None:
         """The candidate, compiled; None if the program does not do what it says.
 
-        The way that failed is closed then.
+        The link that failed is closed then.
 
         Raises:
-            SpillError: The user asked for that way.
+            SpillError: The user asked for that link.
             OffloadError: The same.
         """
         try:

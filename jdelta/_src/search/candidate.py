@@ -168,7 +168,7 @@ def too_small(
         f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed"
         f"{few}{away} the step still needs {format_bytes(floor.peak)} per device"
         f"{_largest(floor.emission.timeline)}. Raise the budget to {_floor(least, floor)}, "
-        "donate the state (donate_argnums), make the batch smaller, or mark smaller units with "
+        "donate the state (donate_argnums), make the batch smaller, or mark smaller regions with "
         f"jdelta.remat.{_merged(floor, residuals, backend)}",
         floor=least,
     )
@@ -202,7 +202,7 @@ def above_plain(
         f"{format_bytes(plain.peak)} per device{_largest(plain.emission.timeline)}, and with every "
         f"residual recomputed {format_bytes(floor.peak)}, which is no less. Raise the budget to "
         "the floor, donate the state (donate_argnums), make the batch smaller, or mark smaller "
-        f"units with jdelta.remat.{_merged(floor, residuals, backend)}",
+        f"regions with jdelta.remat.{_merged(floor, residuals, backend)}",
         floor=plain.peak,
     )
 

@@ -18,12 +18,12 @@ where that is only to say the floor."""
 
 
 def fitting_floor(proposals: Proposals, attempts: Attempts, bound: int) -> CompiledCandidate:
-    """The plan with the least peak; if need be what enters the units is on the host too.
+    """The plan with the least peak; if need be what enters the regions is on the host too.
 
     Before that, XLA is left to itself as by hand (`Policy.is_by_hand`). And next to nothing is
     kept: indices of rows take less than what they are computed from. If files are at hand, as much
-    leaves as is quicker than recompute: what a CPU recomputes for a unit may take more memory than
-    the same values that come back from files.
+    leaves as is quicker than recompute: what a CPU recomputes for a region may take more memory
+    than the same values that come back from files.
 
     Raises:
         BudgetError: It does not fit.
@@ -48,12 +48,12 @@ def fitting_floor(proposals: Proposals, attempts: Attempts, bound: int) -> Compi
 def settled_floor(
     proposals: Proposals, attempts: Attempts, *, is_sure: bool, is_small: bool
 ) -> Candidate:
-    """Everything recomputed; of a small step also with what enters units on the host.
+    """Everything recomputed; of a small step also with what enters regions on the host.
 
     Args:
         proposals: What proposes.
         attempts: What was compiled.
-        is_sure: Whether the floor is believed without compiling it. What enters units on the host
+        is_sure: Whether the floor is believed without compiling it. What enters regions on the host
             is where all that was compiled took what was predicted.
         is_small: Whether the step is small.
     """
@@ -88,7 +88,7 @@ def _less_by_hand(
 
 
 def _deep(proposals: Proposals, attempts: Attempts, floor: CompiledCandidate) -> CompiledCandidate:
-    """The least peak with what enters the units on the host too, nothing spent on overlap.
+    """The least peak with what enters the regions on the host too, nothing spent on overlap.
 
     Larger plans, in which transfers are timed again, may put it there as well.
     """
@@ -102,7 +102,7 @@ def _deep(proposals: Proposals, attempts: Attempts, floor: CompiledCandidate) ->
 
 
 def _expected_deep(proposals: Proposals, floor: Candidate) -> Candidate:
-    """The floor with what enters the units on the host too, if less is predicted for that."""
+    """The floor with what enters the regions on the host too, if less is predicted for that."""
     proposals.items = proposals.items.with_boundaries()
     deep = proposals.floor(least=True)
     return deep if proposals.expected(deep) < proposals.expected(floor) else floor

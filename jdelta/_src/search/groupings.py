@@ -1,4 +1,4 @@
-"""The search for a plan: with the step as it is cut, larger units, or several layers together."""
+"""The search for a plan: with the step as it is cut, larger regions, or several layers together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jdelta._src.regions.region import AS_WRITTEN, Grouping
 from jdelta._src.regions.trace import Trace
 from jdelta._src.residuals.hand_policy import decisions_of
 from jdelta._src.residuals.items import items_of
-from jdelta._src.residuals.links import Way
+from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.pins import Pins
 from jdelta._src.residuals.region_inputs import users_names, with_boundaries
 from jdelta._src.residuals.residual import Residual
@@ -40,7 +40,7 @@ class Planning:
         traced: Stages the step, its loops run in the given way.
         step: What is compiled of it.
         host_room: Bytes that may be offloaded.
-        files: Tells for its residuals the way to files, if there is one.
+        files: Tells for its residuals the link to files, if there is one.
         pin: Decisions taken by hand, or a hand-written policy.
         solver: What decides.
         per_layer: Whether layers of a loop may be decided differently.
@@ -50,7 +50,7 @@ class Planning:
     traced: Callable[[Grouping], Trace]
     step: Callable[[Trace], Step]
     host_room: float
-    files: Callable[[Sequence[Residual]], Way | None]
+    files: Callable[[Sequence[Residual]], Link | None]
     pin: Mapping[str, Decision | str] | Callable[..., Any]
     solver: Solver
     per_layer: bool
@@ -116,7 +116,7 @@ class Planning:
         return Pins(self.pin, users_names(trace, residuals), unpinnable)
 
     def _otherwise(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:
-        """Larger units, or nested checkpoints, since everything else needs more than the budget."""
+        """Larger regions, or nested checkpoints, as everything else needs more than the budget."""
         trace = first.trace
         others = groupings_where_nothing_fits(
             trace.trips, is_automatic=trace.automatic, per_layer=self.per_layer

@@ -39,7 +39,7 @@ class Proposals:
 
     Attributes:
         step: The step.
-        items: What is to be decided, by the ways that are still open.
+        items: What is to be decided, by the links that are still open.
         trace: The step as it was staged.
         solver: What decides.
         correction: How far simulated peaks are off.
@@ -75,8 +75,8 @@ class Proposals:
     def floor_by_hand(self, floor: Candidate) -> Candidate | None:
         """Everything recomputed as by hand, if that makes another program.
 
-        By hand a unit computes its result again although the next unit has it, so it need not stay
-        until the unit's own backward pass.
+        By hand a region computes its result again although the next region has it, so it need not
+        stay until the region's own backward pass.
         """
         policy, decisions = floor.emission.policy, floor.decisions
         assert policy is not None
@@ -92,7 +92,7 @@ class Proposals:
     def keeping(self, capacity: float) -> Candidate:
         """The solver's candidate that keeps so many bytes at most.
 
-        A way that JAX cannot go is closed.
+        A link that JAX cannot use is closed.
 
         Raises:
             OffloadError: JAX cannot put on the host what the user pinned there.
@@ -109,7 +109,7 @@ class Proposals:
         return self.keeping(capacity)
 
     def keeping_next_to_nothing(self, bound: int) -> Candidate:
-        """What the cheapest ways to leave the device make; for nothing at all they are not refined.
+        """What the cheapest moves off the device make; for nothing at all they are not refined.
 
         See ``_REFINED`` of the solver's frontier.
         """
@@ -157,15 +157,15 @@ class Proposals:
             return None
         return self._priced(decisions, Outcome.HEURISTIC, policy)
 
-    def close(self, error: Exception, *ways: Decision) -> None:
-        """Go on without ways that have failed.
+    def close(self, error: Exception, *failed: Decision) -> None:
+        """Go on without links that have failed.
 
         Raises:
             Exception: The user asked for one of them.
         """
-        if set(ways) & set(self.items.pinned.values()):
+        if set(failed) & set(self.items.pinned.values()):
             raise error
-        self.items = self.items.without(*ways)
+        self.items = self.items.without(*failed)
 
     def expected(self, candidate: Candidate) -> int:
         """Compiled peak, else the peak predicted with all that is known by now, bytes."""

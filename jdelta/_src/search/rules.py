@@ -27,7 +27,7 @@ MAY_FIT = 1.15
 at most 6.5 % too high for plain steps (BERT-base on a v5e), on CUDA 1.2 % (jax 0.12.0.1)."""
 
 MAY_BE_BELOW = 1.05
-"""Times a peak that the floor of larger units may be predicted to take and still be compiled."""
+"""Times a peak that the floor of larger regions may be predicted to take and still be compiled."""
 
 FAR_BELOW = 0.7
 """Part of what is simulated below which a compiled peak says that the simulation is of no use."""
@@ -190,7 +190,7 @@ def may_plain_fit_after_all(
 
 
 def may_be_below(predicted: int, peak: int) -> bool:
-    """Whether the floor of larger units may be below a peak, by its predicted peak in bytes."""
+    """Whether the floor of larger regions may be below a peak, by its predicted peak in bytes."""
     return predicted < MAY_BE_BELOW * peak
 
 
@@ -214,7 +214,7 @@ def worthwhile_grouping(
 def groupings_where_nothing_fits(
     trips: Mapping[str, int], *, is_automatic: bool, per_layer: bool
 ) -> Iterator[Grouping]:
-    """Larger units, or nested checkpoints: what to try where everything else exceeds the budget.
+    """Larger regions, or nested checkpoints: what to try where everything else exceeds the budget.
 
     Args:
         trips: From regions to the layers of the loop that they are in, such as ``{"layer": 12}``.

@@ -65,8 +65,8 @@ class Search:
         self.trace = trace
         pins = frozenset(items.pinned.items())
         spill = step.store and step.store.spill
-        way = step.donate, step.updates_in_loops, spill
-        key = (trace.fingerprint, step.target.name, way, items.problem, pins)
+        emitted = step.donate, step.updates_in_loops, spill
+        key = (trace.fingerprint, step.target.name, emitted, items.problem, pins)
         correction = before.proposals.correction.copy() if before else Correction()
         compiles = before.attempts.compiles if before else Compiles(history.plans(key))
         self.proposals = Proposals(step, items, trace, solver, correction)
@@ -76,7 +76,7 @@ class Search:
 
     @property
     def items(self) -> Items:
-        """What is to be decided, by the ways that are still open."""
+        """What is to be decided, by the links that are still open."""
         return self.proposals.items
 
     def bound(self, budget: Budget) -> int:

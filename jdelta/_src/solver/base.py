@@ -33,11 +33,11 @@ class Solver(abc.ABC):
 
         Raises:
             ValueError: An item has bytes or seconds that are negative or not finite, a source
-                that does not come before it, or a way to a memory that the problem has not; or
+                that does not come before it, or moves to a memory that the problem has not; or
                 two memories go by one decision.
         """
         _check(problem)
-        if all(c >= 0 for c in (problem.capacity, *(tier.capacity for tier in problem.tiers))):
+        if all(c >= 0 for c in (problem.capacity, *(m.capacity for m in problem.memories))):
             return self._search(problem)
         nothing = (Decision.RECOMPUTE,) * len(problem.items)
         return Solution.of(problem, nothing, Outcome.INFEASIBLE)
@@ -58,14 +58,16 @@ def _amounts(item: Item) -> Iterator[tuple[str, float]]:
 
 def _check(problem: Problem) -> None:
     """Refuse items that no solver can reckon with."""
-    tiers = [tier.decision for tier in problem.tiers]
-    if len(set(tiers)) < len(tiers) or not set(tiers) <= set(AWAY):
-        raise ValueError(f"each tier must have one decision of its own out of {AWAY}; got {tiers}")
+    memories = [memory.decision for memory in problem.memories]
+    if len(set(memories)) < len(memories) or not set(memories) <= set(AWAY):
+        raise ValueError(
+            f"each memory must have one decision of its own out of {AWAY}; got {memories}"
+        )
     for index, item in enumerate(problem.items):
-        ways = [move.to for move in item.moves]
-        if len(set(ways)) < len(ways) or not set(ways) <= set(tiers):
+        moves = [move.to for move in item.moves]
+        if len(set(moves)) < len(moves) or not set(moves) <= set(memories):
             raise ValueError(
-                f"item {item.name!r}: it may move at most once to each of {tiers}; got {ways}"
+                f"item {item.name!r}: it may move at most once to each of {memories}; got {moves}"
             )
         for field, amount in _amounts(item):
             if not 0 <= amount < math.inf:

@@ -64,14 +64,14 @@ class Chains:
 
     def _joining(self, index: int, limit: float) -> list[int]:
         """A kept item, and the sources that come into use when it is dropped."""
-        chain, found = [index], {index}
+        chain, seen = [index], {index}
         for link in chain:
             limit -= self.items[link].seconds
             if limit < 0:
                 break
             for source in self.sources[link]:
-                if not (self.kept[source] or self.uses[source] or source in found):
-                    found.add(source)
+                if not (self.kept[source] or self.uses[source] or source in seen):
+                    seen.add(source)
                     chain.append(source)
         return chain
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jdelta._src.decision import Decision
-from jdelta._src.solver.problem import AWAY, Item, Move, Problem, Tier
+from jdelta._src.solver.problem import AWAY, Item, Memory, Move, Problem
 
 Codes = npt.NDArray[np.int8]
 """Decisions as small integers, indices of ``DECISIONS``."""
@@ -41,20 +41,20 @@ class Director:
     link, and one link after the other gets what is left.
 
     Args:
-        problem: Its items and tiers; the capacity is not looked at.
+        problem: Its items and memories; the capacity is not looked at.
     """
 
     def __init__(self, problem: Problem):
         self.problem = problem
         items = problem.items
         self.bytes = np.array([item.bytes for item in items], dtype=float)
-        self.queues = [(tier, _queue(problem.items, tier)) for tier in problem.tiers]
+        self.queues = [(memory, _queue(problem.items, memory)) for memory in problem.memories]
 
     def direct(self, wishes: Codes, prices: Numbers) -> tuple[Codes, Numbers, Numbers]:
-        """Turn wishes into decisions that obey the capacities of all tiers, and price them.
+        """Turn wishes into decisions that obey the capacities of all memories, and price them.
 
-        What a tier has no room for is saved instead. Then saved items are moved, for as long as a
-        tier has room, where their bytes are worth the seconds that are not hidden.
+        What a memory has no room for is saved instead. Then saved items are moved, for as long as a
+        memory has room, where their bytes are worth the seconds that are not hidden.
 
         Args:
             wishes: Codes, of shape (states, items).
@@ -65,7 +65,7 @@ class Director:
         """
         codes = np.array(wishes.T, order="C")
         prices = prices * (1 - 1e-9)  # At equal cost a wish is a wish.
-        links = [_Link(tier, codes.shape[1]) for tier, _ in self.queues]
+        links = [_Link(memory, codes.shape[1]) for memory, _ in self.queues]
         exposed = np.zeros(codes.shape[1])
         for link, (_, queue) in zip(links, self.queues, strict=True):
             self._grant(link, queue, codes)
@@ -98,26 +98,26 @@ class Director:
         used = np.zeros(codes.shape, dtype=bool)
         for index in reversed(range(len(codes))):
             item = self.problem.items[index]
-            again = codes[index] == RECOMPUTE
+            recomputed = codes[index] == RECOMPUTE
             if not item.needed:
-                again &= used[index]
+                recomputed &= used[index]
             for source in item.sources:
-                used[source] |= again
+                used[source] |= recomputed
             saved = codes[index] == SAVE
-            seconds += again * item.seconds + saved * item.holding
+            seconds += recomputed * item.seconds + saved * item.holding
             kept += saved * item.bytes
         return kept, seconds
 
 
-def _queue(items: Sequence[Item], tier: Tier) -> Queue:
-    """The items that may move to a tier, those first that free most bytes for each second."""
-    moves = [(i, item.move(tier.decision)) for i, item in enumerate(items) if item.bytes > 0]
+def _queue(items: Sequence[Item], memory: Memory) -> Queue:
+    """The items that may move to a memory, those first that free most bytes for each second."""
+    moves = [(i, item.move(memory.decision)) for i, item in enumerate(items) if item.bytes > 0]
     movable = [(i, move) for i, move in moves if move is not None]
     return sorted(movable, key=lambda m: (m[1].seconds_out + m[1].seconds_in) / items[m[0]].bytes)
 
 
 class _Link:
-    """What crosses the link to a tier, in each of many states.
+    """What crosses the link to a memory, in each of many states.
 
     Attributes:
         code: Code of the items there.
@@ -127,12 +127,12 @@ class _Link:
         room: Bytes left there.
     """
 
-    def __init__(self, tier: Tier, states: int):
-        self.code = code_of(tier.decision)
-        self.out = np.full(states, -float(tier.hidden_out))
-        self.into = np.full(states, -float(tier.hidden_in))
+    def __init__(self, memory: Memory, states: int):
+        self.code = code_of(memory.decision)
+        self.out = np.full(states, -float(memory.hidden_out))
+        self.into = np.full(states, -float(memory.hidden_in))
         self.bare = np.zeros(states)
-        self.room = np.full(states, float(tier.capacity))
+        self.room = np.full(states, float(memory.capacity))
 
     def take(self, taken: npt.NDArray[np.bool_], move: Move) -> None:
         """Move an item in these states."""

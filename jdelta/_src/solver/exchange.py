@@ -9,7 +9,7 @@ import numpy.typing as npt
 from jdelta._src.solver.chains import Chains
 from jdelta._src.solver.director import MOVED, RECOMPUTE, SAVE, Codes, Numbers, code_of
 from jdelta._src.solver.frontier import Frontier, Gap, descending
-from jdelta._src.solver.problem import Item, Problem, Tier
+from jdelta._src.solver.problem import Item, Memory, Problem
 
 _CORE, _COPIES, _SUMS, _BEST = 24, 4, 512, 128
 """Moves combined; how many of them may be equal; combinations kept; states proposed."""
@@ -48,7 +48,7 @@ class Exchange:
         self.chains = chains
         self.bytes = np.array([item.bytes for item in items], dtype=float)
         self.holding = np.array([item.holding for item in items], dtype=float)
-        self.links = [_Link(items, tier) for tier in problem.tiers]
+        self.links = [_Link(items, memory) for memory in problem.memories]
 
     def propose(self, frontier: Frontier, gap: Gap) -> list[Codes]:
         """States that probably beat the frontier.
@@ -119,22 +119,22 @@ class Exchange:
 
 
 class _Link:
-    """The link to a tier, and what each item takes of it; nothing where it may not move.
+    """The link to a memory, and what each item takes of it; nothing where it may not move.
 
     Attributes:
         code: Code of the items there.
     """
 
-    def __init__(self, items: Sequence[Item], tier: Tier):
-        moves = [item.move(tier.decision) for item in items]
-        self.code = code_of(tier.decision)
-        self.capacity = tier.capacity
+    def __init__(self, items: Sequence[Item], memory: Memory):
+        moves = [item.move(memory.decision) for item in items]
+        self.code = code_of(memory.decision)
+        self.capacity = memory.capacity
         self.movable = np.array([move is not None for move in moves], dtype=bool)
         self.bytes = np.array([move.bytes if move else 0.0 for move in moves])
         self.bare = np.array([move.seconds_exposed if move else 0.0 for move in moves])
         out = np.array([move.seconds_out if move else 0.0 for move in moves])
         into = np.array([move.seconds_in if move else 0.0 for move in moves])
-        self.directions = ((out, tier.hidden_out), (into, tier.hidden_in))
+        self.directions = ((out, memory.hidden_out), (into, memory.hidden_in))
 
     def room(self, codes: Codes) -> npt.NDArray[np.bool_]:
         """Which items may move there, and find room."""
@@ -146,9 +146,9 @@ class _Link:
         moved = codes == self.code
         enter, leave = self.bare.copy(), self.bare * moved
         for seconds, hidden in self.directions:
-            late = float(seconds[moved].sum()) - hidden
-            enter += np.maximum(late + seconds, 0.0) - max(late, 0.0)
-            leave[moved] += max(late, 0.0) - np.maximum(late - seconds[moved], 0.0)
+            excess = float(seconds[moved].sum()) - hidden
+            enter += np.maximum(excess + seconds, 0.0) - max(excess, 0.0)
+            leave[moved] += max(excess, 0.0) - np.maximum(excess - seconds[moved], 0.0)
         return enter, leave
 
 

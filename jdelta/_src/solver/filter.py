@@ -37,13 +37,13 @@ class Exits(NamedTuple):
     codes: Codes
 
     @classmethod
-    def of(cls, items: Sequence[Item], tiers: Collection[Decision]) -> "Exits":
-        """The quickest of the ways to some tiers."""
+    def of(cls, items: Sequence[Item], memories: Collection[Decision]) -> "Exits":
+        """The quickest of the moves to some memories."""
         seconds = np.full(len(items), math.inf)
         codes = np.full(len(items), SAVE, dtype=np.int8)
         for index, item in enumerate(items):
             for move in item.moves:
-                if move.to in tiers and move.seconds < seconds[index]:
+                if move.to in memories and move.seconds < seconds[index]:
                     seconds[index], codes[index] = move.seconds, code_of(move.to)
         return cls(seconds, codes)
 
@@ -99,19 +99,19 @@ class Filter:
         ones that keep least and most are both found.
         """
         low, high = self._at(math.inf)[0], self._at(0.0)[-1]
-        found = [low, high]
-        queue = _gaps(found)
+        corners = [low, high]
+        queue = _gaps(corners)
         while queue and count > 0:
             count -= 1
             _, _, low, high = heapq.heappop(queue)
             price = (low.seconds - high.seconds) / (high.kept - low.kept)
             level = low.seconds + price * low.kept
             inner = [c for c in self._at(price) if low.kept < c.kept < high.kept]
-            found += inner
+            corners += inner
             if any(c.seconds + price * c.kept < level * (1 - 1e-9) for c in inner):
                 for gap in _gaps([low, *inner, high]):
                     heapq.heappush(queue, gap)
-        return _descending(found)
+        return _descending(corners)
 
     def _at(self, price: float) -> list[Corner]:
         """The best states at a price, that which keeps least first."""
@@ -124,13 +124,13 @@ class Filter:
         corners = [self._corner(*sides, code) for sides in self._cut(stay)]
         return sorted(corners, key=lambda c: (c.kept, c.seconds))
 
-    def _corner(self, used: Any, again: Any, code: Any) -> Corner:
-        codes = np.where(used & ~again, code, RECOMPUTE)
+    def _corner(self, used: Any, recomputed: Any, code: Any) -> Corner:
+        codes = np.where(used & ~recomputed, code, RECOMPUTE)
         codes = np.where(self.fixed == FREE, codes, self.fixed).astype(np.int8)
         saved = codes == SAVE
         stay = float(self.holding[saved & (self.fixed == FREE)].sum())
         moved = float(self.exits.seconds[(codes >= MOVED) & (self.fixed == FREE)].sum())
-        seconds = float(self.seconds[used & again].sum()) + stay + moved
+        seconds = float(self.seconds[used & recomputed].sum()) + stay + moved
         return Corner(float(self.bytes[saved].sum()), seconds, codes)
 
     def _cut(self, stay: Numbers) -> list[tuple[Any, Any]]:

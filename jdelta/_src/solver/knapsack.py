@@ -62,7 +62,7 @@ class Knapsack(Solver):
         """The solutions among which every answer is chosen, whatever the capacity.
 
         Args:
-            problem: Its capacity has no influence; those of its tiers have.
+            problem: Its capacity has no influence; those of its memories have.
 
         Returns:
             Solutions from fewest ``kept_bytes`` to most, ``overhead`` strictly decreasing.
@@ -101,8 +101,8 @@ def _frontier(problem: Problem, prices: int, rounds: int) -> Frontier:
     frontier.add(_single_items(chains))
     free = np.full(len(problem.items), FREE, dtype=np.int8)
     frontier.add(*_releases(chains, Exits.of(problem.items, ()), free, prices))
-    for ways in _ways(problem):
-        frontier.add(_releases(chains, Exits.of(problem.items, ways), free, prices)[0])
+    for memories in _memories(problem):
+        frontier.add(_releases(chains, Exits.of(problem.items, memories), free, prices)[0])
     exits = Exits.of(problem.items, AWAY)
     exchange = Exchange(problem, chains)
     for _ in range(rounds):
@@ -132,8 +132,8 @@ def _single_items(chains: Chains) -> list[Codes]:
     return states
 
 
-def _ways(problem: Problem) -> list[tuple[Decision, ...]]:
-    """Sets of tiers to move items to: all that are used, and if there are several each alone."""
+def _memories(problem: Problem) -> list[tuple[Decision, ...]]:
+    """Sets of memories to move items to: all that are used, and if there are several each alone."""
     used = {move.to for item in problem.items for move in item.moves}
     alone = [(to,) for to in AWAY if to in used]
     return alone if len(alone) < 2 else [AWAY, *alone]
@@ -147,7 +147,7 @@ def _releases(
     states, prices = [corners[-1].codes], [0.0]
     for low, high in itertools.pairwise(corners):
         release = Release(chains, exits, high, low)
-        found = release.states()
-        states += found
-        prices += [release.price] * len(found)
+        released = release.states()
+        states += released
+        prices += [release.price] * len(released)
     return states, prices

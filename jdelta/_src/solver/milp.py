@@ -23,10 +23,10 @@ which part: HiGHS may exceed a row by 1e-6, and takes what is within 1e-6 for a 
 class Milp(Solver):
     """Exact, and slow in the worst case: what heuristics are measured against.
 
-    DELTA's knapsack (ACM TACO 2024, doi:10.1145/3689338) with ways to other memories. The rows for
+    DELTA's knapsack (ACM TACO 2024, doi:10.1145/3689338) with links to other memories. The rows for
     chains are those of Checkmate (arXiv 1910.02653) for a value computed again at most once. Item
-    ``i`` has binaries ``s_i`` (save) and ``m_it`` (move to tier ``t``) and a continuous ``r_i`` in
-    [0, 1] (computed again); ``x_t`` and ``y_t`` are exposed seconds of a link, out and in::
+    ``i`` has binaries ``s_i`` (save) and ``m_it`` (move to memory ``t``) and a continuous ``r_i``
+    in [0, 1] (computed again); ``x_t`` and ``y_t`` are exposed seconds of a link, out and in::
 
         minimise    sum_i (seconds_i r_i + holding_i s_i)
                     + sum_t (sum_i exposed_it m_it + x_t + y_t)
@@ -73,7 +73,7 @@ class Milp(Solver):
 
 
 class _Memory(NamedTuple):
-    """The device's memory, or a tier.
+    """The device's memory, or another one.
 
     Attributes:
         decision: What puts an item there.
@@ -89,7 +89,7 @@ class _Memory(NamedTuple):
 
 
 class _Programme:
-    """Matrix form of a problem. Columns: all s, of each tier all m, all r, of each tier x and y.
+    """Matrix form of a problem. Columns: all s, all m by memory, all r, x and y by memory.
 
     Each row is at most its limit.
 
@@ -101,20 +101,21 @@ class _Programme:
         self.problem = problem
         self.size = len(problem.items)
         self.second = 1.0 / (math.fsum(item.seconds for item in problem.items) or 1.0)
-        self.moves = [[item.move(t.decision) for item in problem.items] for t in problem.tiers]
-        self.again = (1 + len(problem.tiers)) * self.size
-        self.exposed = self.again + self.size
+        self.moves = [[item.move(t.decision) for item in problem.items] for t in problem.memories]
+        self.recomputed = (1 + len(problem.memories)) * self.size
+        self.exposed = self.recomputed + self.size
         self.upper = [1.0] * self.size
         for moves in self.moves:
             self.upper += [float(move is not None) for move in moves]
-        self.upper += [1.0] * self.size + [math.inf] * (2 * len(problem.tiers))
+        self.upper += [1.0] * self.size + [math.inf] * (2 * len(problem.memories))
         self.rows: list[Mapping[int, float]] = []
         self.limits: list[float] = []
-        held = [item.bytes for item in problem.items]
-        self.memories = [_Memory(Decision.SAVE, 0, held, problem.capacity)]
-        for k, (tier, moves) in enumerate(zip(problem.tiers, self.moves, strict=True), start=1):
+        sizes = [item.bytes for item in problem.items]
+        self.memories = [_Memory(Decision.SAVE, 0, sizes, problem.capacity)]
+        others = zip(problem.memories, self.moves, strict=True)
+        for k, (memory, moves) in enumerate(others, start=1):
             weights = [move.bytes if move else 0.0 for move in moves]
-            self.memories.append(_Memory(tier.decision, k * self.size, weights, tier.capacity))
+            self.memories.append(_Memory(memory.decision, k * self.size, weights, memory.capacity))
         self._add_decisions()
         self._add_directions()
         self._add_memories()
@@ -135,7 +136,7 @@ class _Programme:
                 *[item.seconds * self.second for item in self.problem.items],
                 *[1.0] * links,
             ],
-            integrality=[1] * self.again + [0] * (self.size + links),
+            integrality=[1] * self.recomputed + [0] * (self.size + links),
             bounds=scipy.optimize.Bounds(0.0, self.upper),  # pyright: ignore[reportArgumentType]
             constraints=self._constraints(),
             options={
@@ -203,10 +204,10 @@ class _Programme:
         for i, item in enumerate(self.problem.items):
             self._add(dict.fromkeys(self._kept(i), 1.0), 1.0)
             if item.needed:
-                self._add(dict.fromkeys((*self._kept(i), self.again + i), -1.0), -1.0)
+                self._add(dict.fromkeys((*self._kept(i), self.recomputed + i), -1.0), -1.0)
             for j in item.sources:
-                unless = dict.fromkeys((*self._kept(j), self.again + j), -1.0)
-                self._add({self.again + i: 1.0, **unless}, 0.0)
+                unless = dict.fromkeys((*self._kept(j), self.recomputed + j), -1.0)
+                self._add({self.recomputed + i: 1.0, **unless}, 0.0)
 
     def _kept(self, item: int) -> Iterator[int]:
         """Columns of the binaries of which one is set if an item is kept somewhere."""
@@ -214,13 +215,13 @@ class _Programme:
 
     def _add_directions(self) -> None:
         """Rows that say how much of the transfers is exposed."""
-        for k, (tier, moves) in enumerate(zip(self.problem.tiers, self.moves, strict=True)):
-            there = [(self.memories[k + 1].column + i, m) for i, m in enumerate(moves) if m]
-            out = {column: move.seconds_out * self.second for column, move in there}
-            into = {column: move.seconds_in * self.second for column, move in there}
+        for k, (memory, moves) in enumerate(zip(self.problem.memories, self.moves, strict=True)):
+            pairs = [(self.memories[k + 1].column + i, m) for i, m in enumerate(moves) if m]
+            out = {column: move.seconds_out * self.second for column, move in pairs}
+            into = {column: move.seconds_in * self.second for column, move in pairs}
             exposed = self.exposed + 2 * k
-            self._add({**out, exposed: -1.0}, tier.hidden_out * self.second)
-            self._add({**into, exposed + 1: -1.0}, tier.hidden_in * self.second)
+            self._add({**out, exposed: -1.0}, memory.hidden_out * self.second)
+            self._add({**into, exposed + 1: -1.0}, memory.hidden_in * self.second)
 
     def _add_memories(self) -> None:
         """Rows that say what fits; what does not fit by itself is ruled out by its bound."""

@@ -1,8 +1,8 @@
-"""The planning problem as plain records: a knapsack with several ways to leave out. No JAX here.
+"""The planning problem as plain records: a knapsack with links to other memories. No JAX here.
 
 DELTA (2024) states rematerialisation as a 0/1 knapsack of memory against throughput; the records
-below add further ways (to leave for another memory, with each direction of its link on its own)
-and the chains of recompute: dropping a residual whose source is dropped too costs the whole chain.
+below add links (an item may leave for another memory, each direction of its link on its own) and
+the chains of recompute: dropping a residual whose source is dropped too costs the whole chain.
 """
 
 import math
@@ -52,7 +52,7 @@ class Item:
             than the item's own index, so the tuple of items is in topological order.
         needed: Whether the backward pass itself reads it. An item that is not needed costs
             nothing when dropped, unless it is the source of something that is recomputed.
-        moves: The ways that it may leave the device, at most one for each decision.
+        moves: How it may leave the device, at most one move for each decision.
         holding: Seconds that saving it costs: copies to where it stays, and from there. None where
             it takes no bytes.
     """
@@ -71,7 +71,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Tier:
+class Memory:
     """Another memory, and the link to it.
 
     Attributes:
@@ -94,36 +94,36 @@ class Problem:
     Attributes:
         items: The items, sources before what is computed from them.
         capacity: Device bytes that saved items may take together.
-        tiers: The other memories, one for each decision that moves an item.
+        memories: The other memories, one for each decision that moves an item.
     """
 
     items: tuple[Item, ...]
     capacity: float
-    tiers: tuple[Tier, ...] = ()
+    memories: tuple[Memory, ...] = ()
 
     def recomputed(self, decisions: Sequence[Decision]) -> list[bool]:
         """Which items the backward pass computes again: dropped and needed, now or by a chain."""
-        again = [
+        recomputed = [
             item.needed and decision is Decision.RECOMPUTE
             for item, decision in zip(self.items, decisions, strict=True)
         ]
         for index in reversed(range(len(self.items))):
-            if again[index]:
+            if recomputed[index]:
                 for source in self.items[index].sources:
                     if decisions[source] is Decision.RECOMPUTE:
-                        again[source] = True
-        return again
+                        recomputed[source] = True
+        return recomputed
 
-    def moved(self, decisions: Sequence[Decision], tier: Tier) -> list[Move]:
-        """How the items move that decisions put into a tier."""
+    def moved(self, decisions: Sequence[Decision], memory: Memory) -> list[Move]:
+        """How the items move that decisions put into a memory."""
         pairs = zip(self.items, decisions, strict=True)
-        moves = [item.move(d) for item, d in pairs if d is tier.decision]
+        moves = [item.move(d) for item, d in pairs if d is memory.decision]
         return [move for move in moves if move is not None]
 
     def recompute_seconds(self, decisions: Sequence[Decision]) -> float:
         """Seconds to compute again what ``decisions`` drop, chains included."""
         pairs = zip(self.items, self.recomputed(decisions), strict=True)
-        return sum(item.seconds for item, again in pairs if again)
+        return sum(item.seconds for item, is_recomputed in pairs if is_recomputed)
 
     def overhead(self, decisions: Sequence[Decision]) -> float:
         """Seconds that ``decisions`` add to a step that saves all its backward pass reads.
@@ -134,9 +134,9 @@ class Problem:
         seconds = self.recompute_seconds(decisions)
         for item, decision in zip(self.items, decisions, strict=True):
             seconds += item.holding * ((decision is Decision.SAVE) - item.needed)
-        for tier in self.tiers:
-            moves = self.moved(decisions, tier)
+        for memory in self.memories:
+            moves = self.moved(decisions, memory)
             seconds += sum(move.seconds_exposed for move in moves)
-            seconds += max(0.0, sum(move.seconds_out for move in moves) - tier.hidden_out)
-            seconds += max(0.0, sum(move.seconds_in for move in moves) - tier.hidden_in)
+            seconds += max(0.0, sum(move.seconds_out for move in moves) - memory.hidden_out)
+            seconds += max(0.0, sum(move.seconds_in for move in moves) - memory.hidden_in)
         return seconds

@@ -43,7 +43,7 @@ class Solution:
         decisions: One decision for each item, in the order of ``Problem.items``.
         overhead: Seconds that the decisions add to the step, as ``Problem.overhead`` counts them.
         kept_bytes: Device bytes of the saved items together.
-        moved_bytes: For each tier of the problem the bytes of the items in it together.
+        moved_bytes: For each memory of the problem the bytes of the items in it together.
         outcome: How the search ended.
     """
 
@@ -63,8 +63,8 @@ class Solution:
             # Summed without rounding error, so that no order of summation decides what fits.
             kept_bytes=math.fsum(i.bytes for i, d in pairs if d is Decision.SAVE),
             moved_bytes=tuple(
-                math.fsum(move.bytes for move in problem.moved(decisions, tier))
-                for tier in problem.tiers
+                math.fsum(move.bytes for move in problem.moved(decisions, memory))
+                for memory in problem.memories
             ),
             outcome=outcome,
         )

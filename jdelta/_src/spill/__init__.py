@@ -1,4 +1,4 @@
-"""The SSD tier at run time: tensors leave memory in the forward pass and return in the backward."""
+"""Files as a memory at run time: tensors leave in the forward pass, and return in the backward."""
 
 from jdelta._src.spill.adapter import Adapter as Adapter
 from jdelta._src.spill.errors import named_errors as named_errors

@@ -1,4 +1,4 @@
-"""Flax modules as units of recompute: Linen through a lifted transform, NNX through its state."""
+"""Flax modules as regions: Linen through a lifted transform, NNX through its state."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from jdelta._src.regions.region import RegionPolicy, region
 
 
 def mark_class(
-    unit: Any, policy: RegionPolicy | None, name: str | None, prevent_cse: bool | None
+    fun: Any, policy: RegionPolicy | None, name: str | None, prevent_cse: bool | None
 ) -> Any:
-    """The module class with its ``__call__`` as a unit; None for what is no Flax module class."""
-    inner = unit.func if isinstance(unit, functools.partial) else unit
+    """The module class with its ``__call__`` as a region; None for what is no Flax module class."""
+    inner = fun.func if isinstance(fun, functools.partial) else fun
     if not isinstance(inner, type):
         return None
     if issubclass(inner, nn.Module):
-        return _linen(unit, policy, name, prevent_cse)
+        return _linen(fun, policy, name, prevent_cse)
     if issubclass(inner, nnx.Module):
-        return _nnx(unit, policy, name, prevent_cse)
+        return _nnx(fun, policy, name, prevent_cse)
     return None
 
 
@@ -117,7 +117,7 @@ def call_nnx(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """Call a function of NNX objects as a unit of recompute; changes of state come out of it."""
+    """Call a function of NNX objects as a region; changes of state come out of it."""
     flat, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx)
     objects = [leaf for leaf in flat if _is_nnx(leaf)]
     graphdef, state = nnx.split(objects)

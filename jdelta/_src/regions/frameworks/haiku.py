@@ -1,4 +1,4 @@
-"""Haiku functions as units of recompute: parameters, state and random keys go in and come out."""
+"""Haiku functions as regions: parameters, state and random keys go in and come out."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def call(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """Call a function that uses Haiku's state as a unit of recompute, as ``hk.remat`` does."""
+    """Call a function that uses Haiku's state as a region, as ``hk.remat`` does."""
     marked = stateful.thread_hk_state_in_kwargs(region)(fun, name, policy, prevent_cse)
     return marked(*args, **kwargs)
