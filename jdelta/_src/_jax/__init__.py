@@ -85,6 +85,7 @@ from jdelta._src._jax.jaxprs import program_of as program_of
 from jdelta._src._jax.jaxprs import rebuild as rebuild
 from jdelta._src._jax.jaxprs import single as single
 from jdelta._src._jax.jaxprs import stage as stage
+from jdelta._src._jax.jaxprs import staged as staged
 from jdelta._src._jax.jaxprs import with_equations as with_equations
 from jdelta._src._jax.jaxprs import with_outputs as with_outputs
 from jdelta._src._jax.meshes import current_mesh as current_mesh

@@ -72,7 +72,8 @@ def with_bodies(eqn: Eqn, change: Callable[[Jaxpr], Jaxpr]) -> Eqn:
     def changed(value: Any) -> Any:
         if isinstance(value, (tuple, list)) and any(hasattr(v, "eqns") for v in value):
             return type(value)(map(changed, value))
-        return change(value) if hasattr(value, "eqns") else value
+        body: Any = value
+        return change(body) if hasattr(body, "eqns") else body
 
     params = {name: changed(value) for name, value in eqn.params.items()}
     eqn = eqn.replace(params=params)

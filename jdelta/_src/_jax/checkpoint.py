@@ -18,7 +18,7 @@ from jax.extend.core import primitives
 from jax.interpreters import partial_eval
 
 from jdelta._src._jax.equation import from_template, name_stack
-from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, hoist_consts, open_jaxpr, stage
+from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, hoist_consts, open_jaxpr, stage, staged
 from jdelta._src._jax.values import Var
 
 
@@ -84,7 +84,7 @@ def _looking3(method: Callable[..., Any], look: Callable[[Any, Jaxpr], None]) ->
 
 def remat3_body(eqn: Eqn) -> Jaxpr | None:
     """The body of a ``jax.checkpoint`` made with ``jax_remat3`` on; None for other equations."""
-    given = eqn.params.get("_prim")
+    given: Any = eqn.params.get("_prim")
     return given.jaxpr if type(given).__name__ == "RematTraced" else None
 
 
@@ -143,7 +143,7 @@ def named_value(eqn: Eqn) -> str | None:
     """The name that a ``checkpoint_name`` equation gives; None for any other equation."""
     if eqn.primitive is primitives.name_p:
         return eqn.params["name"]
-    given = eqn.params.get("_prim")  # with jax_remat3 on
+    given: Any = eqn.params.get("_prim")  # with jax_remat3 on
     is_name = type(given).__name__ in ("CheckpointName", "CheckpointNameFwd")
     return given.name if is_name else None
 
@@ -170,4 +170,4 @@ def name_equation(source: Var, target: Var, name: str, like: Eqn) -> Eqn:
 def _name_equation() -> Eqn:
     """A ``checkpoint_name``, as a template, made as it is with ``jax_remat3`` off."""
     bind = functools.partial(primitives.name_p.bind, name="")
-    return open_jaxpr(jax.make_jaxpr(bind)(np.float32(0))).eqns[0]
+    return open_jaxpr(staged(bind, np.float32(0))).eqns[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import jax
 from jax.core import Tracer
@@ -19,8 +19,91 @@ from jax.interpreters import partial_eval
 from jdelta._src._jax.effects import effects_of
 from jdelta._src._jax.values import Atom, Var, is_var
 
-Jaxpr: TypeAlias = Any
-Eqn: TypeAlias = Any
+
+class Eqn(Protocol):
+    """One equation of a program: ``c:f32[8,64] = tanh b``.
+
+    Attributes:
+        primitive: What it computes: ``tanh``.
+        invars: What it reads.
+        outvars: The variables that it makes.
+        params: The primitive's parameters: ``{"accuracy": None}``.
+        effects: What it does beside that.
+        source_info: Where in the user's code it comes from, and under which names.
+    """
+
+    @property
+    def primitive(self) -> Any: ...
+
+    @property
+    def invars(self) -> Sequence[Atom]: ...
+
+    @property
+    def outvars(self) -> Sequence[Var]: ...
+
+    @property
+    def params(self) -> dict[str, Any]: ...
+
+    @property
+    def effects(self) -> Any: ...
+
+    @property
+    def source_info(self) -> Any: ...
+
+    def replace(self, **changes: Any) -> Eqn:
+        """The equation with other attributes."""
+        ...
+
+
+class Jaxpr(Protocol):
+    """A program, closed or open: ``{ lambda ; a:f32[8] . let b:f32[8] = sin a in (b,) }``.
+
+    What an open one holds, ``open_jaxpr`` gives of both.
+
+    Attributes:
+        eqns: Its equations, in order.
+        constvars: Variables that stand for its constants.
+        invars: The variables that it is given.
+        outvars: Its results.
+        in_avals: Types of what it is given.
+        out_avals: Types of its results.
+        effects: What it does beside giving results.
+        debug_info: The function that it was traced from.
+    """
+
+    @property
+    def eqns(self) -> Sequence[Eqn]: ...
+
+    @property
+    def constvars(self) -> Sequence[Var]: ...
+
+    @property
+    def invars(self) -> Sequence[Var]: ...
+
+    @property
+    def outvars(self) -> Sequence[Atom]: ...
+
+    @property
+    def in_avals(self) -> Sequence[Any]: ...
+
+    @property
+    def out_avals(self) -> Sequence[Any]: ...
+
+    @property
+    def effects(self) -> Any: ...
+
+    @property
+    def debug_info(self) -> Any: ...
+
+
+_open: Callable[..., Any] = core.Jaxpr
+_closed: Callable[..., Any] = core.ClosedJaxpr
+
+
+def staged(fun: Callable[..., Any], *args: Any) -> Jaxpr:
+    """The closed program of a function."""
+    program: Any = jax.make_jaxpr(fun)(*args)
+    return program
 
 
 def stage(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
@@ -32,7 +115,7 @@ def stage(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
         return_tree.append(tree)
         return leaves
 
-    closed = jax.make_jaxpr(flat)(*args)
+    closed = staged(flat, *args)
     return closed, return_tree[-1]
 
 
@@ -69,7 +152,7 @@ def rebuild(
     inner = open_jaxpr(jaxpr)
     constvars = [*inner.constvars, *new_consts]
     inputs = list(inner.invars if invars is None else invars)
-    raw = core.Jaxpr(
+    raw = _open(
         constvars,
         inputs,
         list(outvars),
@@ -77,7 +160,7 @@ def rebuild(
         effects_of([*constvars, *inputs], eqns),
         inner.debug_info.with_unknown_names(),
     )
-    return core.ClosedJaxpr(raw, [*consts_of(jaxpr), *new_consts.values()])
+    return _closed(raw, [*consts_of(jaxpr), *new_consts.values()])
 
 
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
@@ -86,16 +169,17 @@ def with_equations(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
     debug_info = inner.debug_info.with_unknown_names()
     variables = list(inner.constvars), list(inner.invars), list(inner.outvars)
     effects = effects_of([*inner.constvars, *inner.invars], eqns)
-    raw = core.Jaxpr(*variables, list(eqns), effects, debug_info)
+    raw = _open(*variables, list(eqns), effects, debug_info)
     consts = consts_of(jaxpr)
     closed = hasattr(jaxpr, "jaxpr") and len(consts) == len(inner.constvars)
-    return core.ClosedJaxpr(raw, consts) if closed else raw
+    return _closed(raw, consts) if closed else raw
 
 
 def with_outputs(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
     """A closed jaxpr with some of its outputs only, and without what they do not depend on."""
-    inner, _ = partial_eval.dce_jaxpr(open_jaxpr(jaxpr), list(used), instantiate=True)
-    return core.ClosedJaxpr(inner, consts_of(jaxpr))
+    whole: Any = open_jaxpr(jaxpr)
+    inner, _ = partial_eval.dce_jaxpr(whole, list(used), instantiate=True)
+    return _closed(inner, consts_of(jaxpr))
 
 
 def dependents(eqns: Sequence[Eqn], values: Iterable[Any]) -> Iterator[int]:
@@ -110,7 +194,7 @@ def dependents(eqns: Sequence[Eqn], values: Iterable[Any]) -> Iterator[int]:
 def hoist_consts(closed: Jaxpr) -> Jaxpr:
     """The closed jaxpr with its constants turned into leading inputs."""
     inner = open_jaxpr(closed)
-    raw = core.Jaxpr(
+    raw = _open(
         [],
         [*inner.constvars, *inner.invars],
         list(inner.outvars),
@@ -118,7 +202,7 @@ def hoist_consts(closed: Jaxpr) -> Jaxpr:
         inner.effects,
         inner.debug_info.with_unknown_names(),
     )
-    return core.ClosedJaxpr(raw, [])
+    return _closed(raw, [])
 
 
 def single(eqn: Eqn) -> Jaxpr:
@@ -148,10 +232,10 @@ def program_of(eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:
     read = dict.fromkeys(v for eqn in kept for v in eqn.invars if is_var(v) and v not in computed)
     effects = effects_of(read, kept)
     names = _of_no_function()
-    return core.ClosedJaxpr(core.Jaxpr([], list(read), list(outvars), kept, effects, names), [])
+    return _closed(_open([], list(read), list(outvars), kept, effects, names), [])
 
 
 @functools.cache
 def _of_no_function() -> Any:
     """What to say of the function that a program was traced from, where there is none."""
-    return open_jaxpr(jax.make_jaxpr(lambda: ())()).debug_info.with_unknown_names()
+    return open_jaxpr(staged(lambda: ())).debug_info.with_unknown_names()

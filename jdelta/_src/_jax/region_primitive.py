@@ -104,7 +104,7 @@ def _batch(
         axis_size=axis.size,
         spmd_axis_name=axis.spmd_name,
     )
-    closed = jax.make_jaxpr(batched)(*args)
+    closed = _jax.staged(batched, *args)
     outputs = primitive.bind(
         *_jax.consts_of(closed), *args, jaxpr=_jax.hoist_consts(closed), **params
     )

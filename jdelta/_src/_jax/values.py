@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
 from jax.extend import core
 
-Var: TypeAlias = Any
-Atom: TypeAlias = Any
 
-new_var: Callable[[Any], Var] = core.gensym()
+class Atom(Protocol):
+    """What an equation reads: a variable or a literal; ``b`` and ``2.0:f32[]`` of ``mul b 2.0``.
+
+    Attributes:
+        aval: Its type: ``f32[8,64]``.
+        val: Of a literal, its value: ``2.0``. A variable has none.
+    """
+
+    @property
+    def aval(self) -> Any: ...
+
+    @property
+    def val(self) -> Any: ...
+
+    def __hash__(self) -> int: ...
+
+
+Var: TypeAlias = Atom
+"""A variable: what an equation makes, or a program is given; never a literal."""
+
+_gensym: Callable[[], Any] = core.gensym
+new_var: Callable[[Any], Var] = _gensym()
 
 
 def is_var(atom: Atom) -> bool:

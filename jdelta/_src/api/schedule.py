@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jdelta._src import _jax
 from jdelta._src._jax.sharding import shardings_of
 from jdelta._src.backends.platforms import backend_of, platform_of
 from jdelta._src.backends.target import is_on_host, resolve
@@ -148,7 +149,7 @@ def schedule(
 
 def _staged(call: Call, donate: Sequence[int], platform: str) -> tuple[Graph, list[int]]:
     """The program of a call, and which of its inputs are donated."""
-    closed = jax.make_jaxpr(call.fun)(*call.args)
+    closed = _jax.staged(call.fun, *call.args)
     graph = graph_of(closed, shardings_of(closed, call.args, platform))
     counts = [len(jax.tree.leaves(arg)) for arg in call.args]
     given = iter(graph.inputs)

@@ -381,11 +381,10 @@ class _Builder:
     def _params(self, eqn: Eqn) -> Mapping[str, Any]:
         """The equation's parameters; of a collective also how many devices take part in it."""
         axes = eqn.params.get("axis_name", eqn.params.get("axes"))
-        names = axes if isinstance(axes, (tuple, list)) else (axes,)
+        names: Sequence[Any] = axes if isinstance(axes, (tuple, list)) else (axes,)
         known = self.shardings.sizes
-        if not any(isinstance(name, str) and name in known for name in names):
-            return eqn.params
-        return {**eqn.params, "devices": math.prod(known.get(name, 1) for name in names)}
+        counts = [known[name] for name in names if isinstance(name, str) and name in known]
+        return {**eqn.params, "devices": math.prod(counts)} if counts else eqn.params
 
 
 def _bodies(eqn: Eqn, shardings: Shardings) -> tuple[list[Graph], int]:

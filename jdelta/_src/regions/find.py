@@ -163,7 +163,7 @@ def _parts(eqns: Sequence[Eqn], trips: int, *, is_model: bool) -> Iterator[_Part
     for end, eqn in enumerate([*eqns, None]):
         is_cut = eqn is not None and _is_cut(eqn, is_large=held[end] > large)
         is_apart = eqn is None or is_cut or _jax.happens_once(eqn)
-        is_alone = is_apart or _is_marked(eqn)
+        is_alone = eqn is None or is_apart or _is_marked(eqn)
         if is_alone and begin < end:
             is_whole = is_model and end - begin == len(eqns)
             for run in cut_into_regions(eqns[begin:end], trips, is_whole=is_whole, coarse=coarse):

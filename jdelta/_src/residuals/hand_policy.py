@@ -87,6 +87,7 @@ def _asked(graph: Graph) -> Mapping[int, Sequence[Operation]]:
 
 
 def _decision(policy: Callable[..., Any], op: Operation, name: str) -> Decision:
+    assert op.equation is not None
     try:
         return Decision(_jax.answer(policy, op.equation))
     except JdeltaError:
