@@ -243,7 +243,7 @@ def test_the_first_fetch_is_beside_the_head_unless_the_least_memory_is_wanted():
     reading, timing = timed_program(with_head, args, ("*/tanh",))
     assert timing.head is not None
     last_copy = max(i for i, eqn in enumerate(reading.eqns) if transfers.crosses_to_host(eqn))
-    assert last_copy < timing.head[0] < timing.units[0]
+    assert last_copy < timing.head[0] < timing.regions[0]
     assert timing.fetches[HEAD] == reading.needs[0] != []
     reading, least = timed_program(with_head, args, ("*/tanh",), least=True)
     assert least.head is None
@@ -266,7 +266,7 @@ def test_gradients_of_the_head_come_before_the_first_fetch_and_the_stem_is_let_b
     args = list(stacked(5)), jax.random.normal(jax.random.key(1), (4, 8))
     reading, timing = timed_program(with_stem, args, ("*/tanh",))
     ((region, (_, early)),) = timing.gradients.early.items()
-    assert region == timing.units[0]
+    assert region == timing.regions[0]
     maker = next(eqn for eqn in reading.eqns if early in eqn.outvars)
     assert maker.primitive.name in ("dot_general", "transpose")
     assert early.aval.shape == (8, 8)  # what the stem keeps has four rows

@@ -9,7 +9,8 @@ import jax
 
 from jdelta._src.errors import OffloadError, SpillError
 from jdelta._src.search.attempts import Attempts
-from jdelta._src.search.candidate import Candidate, CompiledCandidate, too_small
+from jdelta._src.search.candidate import Candidate, CompiledCandidate
+from jdelta._src.search.messages import too_small
 from jdelta._src.search.propose import Proposals
 
 PROMISED = 0.95

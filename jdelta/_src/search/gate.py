@@ -15,7 +15,8 @@ from jdelta._src.passes.spill_record import check_spilled
 from jdelta._src.program.graph import TRANSFER, Graph
 from jdelta._src.program.loop_nest import OUTSIDE, Nest
 from jdelta._src.residuals.residual import Residual
-from jdelta._src.search.candidate import Candidate, CompiledCandidate, not_there, wrong_order
+from jdelta._src.search.candidate import Candidate, CompiledCandidate
+from jdelta._src.search.messages import not_there, wrong_order
 from jdelta._src.sizes import format_bytes, format_some
 
 

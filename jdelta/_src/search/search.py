@@ -14,16 +14,11 @@ from jdelta._src.regions.trace import Trace
 from jdelta._src.residuals.items import Items
 from jdelta._src.search import rules
 from jdelta._src.search.attempts import Attempts
-from jdelta._src.search.candidate import (
-    Candidate,
-    CompiledCandidate,
-    Found,
-    above_plain,
-    nothing_kept,
-)
+from jdelta._src.search.candidate import Candidate, CompiledCandidate, Found
 from jdelta._src.search.filling import filled
 from jdelta._src.search.floor import fitting_floor, settled_floor
 from jdelta._src.search.history import Compiles, Correction, History
+from jdelta._src.search.messages import above_plain, nothing_kept
 from jdelta._src.search.propose import Proposals
 from jdelta._src.sizes import Budget, format_bytes
 from jdelta._src.solver.base import Solver
