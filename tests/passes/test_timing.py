@@ -446,7 +446,7 @@ def test_a_loop_may_fetch_nothing_but_what_all_its_iterations_read(platform):
         ("gpt2", True),
         pytest.param("bert-base", False, marks=pytest.mark.full),
         ("llama", True),
-        ("t5-large", True),
+        pytest.param("t5-large", True, marks=pytest.mark.full),
     ],
 )
 def test_models_train_the_same_with_everything_offloaded(model, scan, platform):

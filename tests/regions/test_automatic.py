@@ -437,6 +437,7 @@ def test_results_equal_the_plain_step(framework, scan):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.compiler
 def test_a_plan_of_an_unrolled_step_fits():
     """For a TPU: that takes minutes, so in one framework. The others are in `test_matrix.py`."""

@@ -181,8 +181,15 @@ def test_frameworks(name, scan, spill):
     assert plan.store.counters().planned == plan.spill_bytes > 0
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
-@MARKS
+@pytest.mark.parametrize(
+    ("remat", "scan"),
+    [
+        pytest.param(jdelta.remat, True, id="marked-scanned"),
+        pytest.param(identity, True, id="found-scanned"),
+        pytest.param(jdelta.remat, False, id="marked-unrolled"),
+        pytest.param(identity, False, id="found-unrolled", marks=pytest.mark.full),
+    ],
+)
 def test_memory_is_freed(scan, remat, spill):
     step, args = network(scan=scan, remat=remat)
     plain, _ = network(scan=scan, remat=identity)
@@ -286,8 +293,20 @@ def test_what_trainers_do(habit, remat, spill):
     assert plan.spill_written == repeats * plan.spill_bytes
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
-@pytest.mark.parametrize("kind", PARALLEL)
+@pytest.mark.parametrize(
+    ("kind", "scan"),
+    [
+        *(pytest.param(kind, True, id=f"{kind}-scanned") for kind in PARALLEL),
+        *(
+            pytest.param(
+                *(kind, False),
+                id=f"{kind}-unrolled",
+                marks=() if kind in ("tensor", "shard_map") else pytest.mark.full,
+            )
+            for kind in PARALLEL
+        ),
+    ],
+)
 def test_devices(kind, scan, spill):
     parallel = PARALLEL[kind]
     args = parallel.arguments()

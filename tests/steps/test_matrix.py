@@ -12,6 +12,14 @@ from tests.compilers import needs_cuda
 EVERY = pytest.mark.parametrize(("framework", "scan", "marks"), matrix.ROWS)
 
 
+def marks_of(framework, scan, marks):
+    """By default a TPU's compiler is asked about each framework once."""
+    if not scan:
+        return [needs_cuda]
+    by_default = "marked" if framework in ("plain JAX", "Equinox") else "nothing marked"
+    return [] if marks == by_default else [pytest.mark.full]
+
+
 def written():
     return matrix.PAGE.read_text(encoding="utf-8").removeprefix(matrix.HEAD).splitlines()
 
@@ -38,7 +46,7 @@ def test_regions_and_results_are_as_written(framework, scan, marks):
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     ("framework", "scan", "marks"),
-    [pytest.param(*row, marks=() if row[1] else needs_cuda) for row in matrix.ROWS],
+    [pytest.param(*row, marks=marks_of(*row)) for row in matrix.ROWS],
 )
 def test_what_is_said_to_fit_fits(framework, scan, marks):
     fits = cells(framework, scan, marks)[2]

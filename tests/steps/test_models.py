@@ -45,11 +45,11 @@ TRAINED = [
 RECOMPUTED = [
     ("nano", False),
     ("gpt2", True),
-    ("resnet50", False),
     ("mlp", False),
     ("llama", True),
-    ("mixtral", True),
     ("t5-large", True),
+    pytest.param("resnet50", False, marks=pytest.mark.full),
+    pytest.param("mixtral", True, marks=pytest.mark.full),
 ]
 SCANNED = ["nano", "bert-base", "vit-b", "llama", "mixtral", "t5-large"]
 
