@@ -214,7 +214,7 @@ def test_what_half_of_the_layers_keep_takes_half_the_memory():
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("share", [pytest.param(0.55, marks=pytest.mark.full), 0.4])
+@pytest.mark.parametrize("share", [0.55, pytest.param(0.4, marks=pytest.mark.full)])
 def test_layers_apart_are_never_slower(share):
     step, args = plain(32768, 512, scan=True)
     apart, alike = (
@@ -223,7 +223,7 @@ def test_layers_apart_are_never_slower(share):
     )
     assert apart.compiled_peak <= apart.budget
     assert apart.overhead <= alike.overhead
-    assert apart.compiles <= 6  # with a floor that is not foretold; at full effort 5
+    assert apart.compiles <= 5  # with a floor that is not foretold
 
 
 @needs_cuda

@@ -392,7 +392,7 @@ def test_ahead_of_time_the_peak_of_a_device_is_within_the_budget(cut):
     made = case(cut, remat=jdelta.remat)
     pin = {"block/mlp/mlpwi_0": "offload"} if "v5p" not in cut.target else {}
     options = {"donate_argnums": 0, "pin": pin, "per_layer": False}
-    share = 0.4 if "v5p" in cut.target or "cuda" in cut.target else 0.7  # more is not worth copies
+    share = 0.7 if "v6e" in cut.target else 0.4  # on a GPU more is not worth its copies
     plan = jdelta.plan(made.step, share, made.state, made.batch, target=cut.target, **options)
     assert plan.floor <= plan.compiled_peak <= plan.budget < plan.ceiling
     assert plan.predicted_peak == pytest.approx(plan.compiled_peak, rel=0.05)

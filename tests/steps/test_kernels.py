@@ -204,19 +204,20 @@ MEANT = {
     "mixed": {Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE},
 }
 MARKS = pytest.mark.parametrize("remat", [jdelta.remat, lambda f: f], ids=["marked", "found"])
-WAYS = [(jdelta.remat, choice) for choice in CHOICES] + [(lambda f: f, "mixed")]
-IDS = [*CHOICES, "found mixed"]
-"""Units that are found are decided about by name, as marked ones are: one choice says that."""
-
-FURTHER = [
-    pytest.param(lambda f: f, choice, marks=pytest.mark.full)
+FOUND = [
+    pytest.param(
+        *(lambda f: f, choice),
+        id=f"found {choice}",
+        marks=() if choice == "mixed" else pytest.mark.full,
+    )
     for choice in CHOICES
-    if choice != "mixed"
 ]
-FURTHER_IDS = [f"found {choice}" for choice in CHOICES if choice != "mixed"]
+"""Regions that are found are decided about by name, as marked ones are: one choice says that."""
+
+CHOSEN = [pytest.param(jdelta.remat, choice, id=choice) for choice in CHOICES] + FOUND
 
 
-@pytest.mark.parametrize(("remat", "choice"), WAYS, ids=IDS)
+@pytest.mark.parametrize(("remat", "choice"), CHOSEN)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_equal_the_plain_step(kind, remat, choice):
     step = jax.value_and_grad(make_step(kind, remat))
@@ -229,7 +230,7 @@ def test_loss_and_gradients_equal_the_plain_step(kind, remat, choice):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(abs(b).max()))
 
 
-@pytest.mark.parametrize(("remat", "choice"), [*WAYS, *FURTHER], ids=[*IDS, *FURTHER_IDS])
+@pytest.mark.parametrize(("remat", "choice"), CHOSEN)
 @pytest.mark.parametrize("kind", KINDS)
 def test_exactly_the_planned_residuals_are_kept(kind, remat, choice):
     loss = make_step(kind, remat)

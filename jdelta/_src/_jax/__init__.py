@@ -79,13 +79,13 @@ from jdelta._src._jax.jaxprs import consts_of as consts_of
 from jdelta._src._jax.jaxprs import dependents as dependents
 from jdelta._src._jax.jaxprs import function_name as function_name
 from jdelta._src._jax.jaxprs import hoist_consts as hoist_consts
+from jdelta._src._jax.jaxprs import jaxpr_of as jaxpr_of
 from jdelta._src._jax.jaxprs import leaked as leaked
 from jdelta._src._jax.jaxprs import open_jaxpr as open_jaxpr
 from jdelta._src._jax.jaxprs import program_of as program_of
 from jdelta._src._jax.jaxprs import rebuild as rebuild
 from jdelta._src._jax.jaxprs import single as single
 from jdelta._src._jax.jaxprs import stage as stage
-from jdelta._src._jax.jaxprs import staged as staged
 from jdelta._src._jax.jaxprs import with_equations as with_equations
 from jdelta._src._jax.jaxprs import with_outputs as with_outputs
 from jdelta._src._jax.meshes import current_mesh as current_mesh

@@ -18,7 +18,7 @@ from jax.extend.core import primitives
 from jax.interpreters import partial_eval
 
 from jdelta._src._jax.equation import from_template, name_stack
-from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, hoist_consts, open_jaxpr, stage, staged
+from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, hoist_consts, jaxpr_of, open_jaxpr, stage
 from jdelta._src._jax.values import Var
 
 
@@ -170,4 +170,4 @@ def name_equation(source: Var, target: Var, name: str, like: Eqn) -> Eqn:
 def _name_equation() -> Eqn:
     """A ``checkpoint_name``, as a template, made as it is with ``jax_remat3`` off."""
     bind = functools.partial(primitives.name_p.bind, name="")
-    return open_jaxpr(staged(bind, np.float32(0))).eqns[0]
+    return open_jaxpr(jaxpr_of(bind, np.float32(0))).eqns[0]

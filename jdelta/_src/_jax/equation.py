@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdelta._src._jax.jaxprs import Eqn, Jaxpr, open_jaxpr, rebuild, staged
+from jdelta._src._jax.jaxprs import Eqn, Jaxpr, jaxpr_of, open_jaxpr, rebuild
 from jdelta._src._jax.values import Atom, Var, is_var, new_var
 
 REGION = "jdelta_region"
@@ -100,7 +100,7 @@ def with_barriers(closed: Jaxpr, after: Mapping[int, Sequence[Sequence[Var]]]) -
 
 @functools.cache
 def _barrier_equation() -> Eqn:
-    barrier = staged(jax.lax.optimization_barrier, np.float32(0))
+    barrier = jaxpr_of(jax.lax.optimization_barrier, np.float32(0))
     return open_jaxpr(barrier).eqns[0]
 
 
@@ -126,4 +126,4 @@ def _complex_equations(dtype: Any) -> Sequence[Eqn]:
     def again(x: Any) -> Any:
         return jax.lax.complex(jax.lax.real(x), jax.lax.imag(x))
 
-    return open_jaxpr(staged(again, np.zeros((), dtype))).eqns
+    return open_jaxpr(jaxpr_of(again, np.zeros((), dtype))).eqns

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from jax.extend import core
 
-from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, open_jaxpr, single, staged
+from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, jaxpr_of, open_jaxpr, single
 from jdelta._src._jax.values import Atom, Var, is_var
 
 Env: TypeAlias = dict[Var, Any]
@@ -67,4 +67,4 @@ def write(env: Env, eqn: Eqn, results: Sequence[Any]) -> None:
 
 def retraced(closed: Jaxpr, fun: Callable[..., Sequence[Any]]) -> Jaxpr:
     """The program of a function that takes the flat arguments of another program."""
-    return staged(fun, *closed.in_avals)
+    return jaxpr_of(fun, *closed.in_avals)

@@ -96,11 +96,12 @@ class Jaxpr(Protocol):
     def debug_info(self) -> Any: ...
 
 
+# JAX's own constructors ask for its own classes; what jdelta hands them is known by its protocol.
 _open: Callable[..., Any] = core.Jaxpr
 _closed: Callable[..., Any] = core.ClosedJaxpr
 
 
-def staged(fun: Callable[..., Any], *args: Any) -> Jaxpr:
+def jaxpr_of(fun: Callable[..., Any], *args: Any) -> Jaxpr:
     """The closed program of a function."""
     program: Any = jax.make_jaxpr(fun)(*args)
     return program
@@ -115,7 +116,7 @@ def stage(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
         return_tree.append(tree)
         return leaves
 
-    closed = staged(flat, *args)
+    closed = jaxpr_of(flat, *args)
     return closed, return_tree[-1]
 
 
@@ -238,4 +239,4 @@ def program_of(eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:
 @functools.cache
 def _of_no_function() -> Any:
     """What to say of the function that a program was traced from, where there is none."""
-    return open_jaxpr(staged(lambda: ())).debug_info.with_unknown_names()
+    return open_jaxpr(jaxpr_of(lambda: ())).debug_info.with_unknown_names()

@@ -104,7 +104,7 @@ def _batch(
         axis_size=axis.size,
         spmd_axis_name=axis.spmd_name,
     )
-    closed = _jax.staged(batched, *args)
+    closed = _jax.jaxpr_of(batched, *args)
     outputs = primitive.bind(
         *_jax.consts_of(closed), *args, jaxpr=_jax.hoist_consts(closed), **params
     )

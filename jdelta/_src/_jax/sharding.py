@@ -163,7 +163,7 @@ def _template() -> Eqn:
     def show(x: Any) -> None:
         jax.ffi.ffi_call(_CALL, (), has_side_effect=True)(x, number=0)
 
-    (eqn,) = _jax.open_jaxpr(_jax.staged(show, np.float32(0))).eqns
+    (eqn,) = _jax.open_jaxpr(_jax.jaxpr_of(show, np.float32(0))).eqns
     return eqn
 
 

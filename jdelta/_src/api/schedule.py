@@ -149,7 +149,7 @@ def schedule(
 
 def _staged(call: Call, donate: Sequence[int], platform: str) -> tuple[Graph, list[int]]:
     """The program of a call, and which of its inputs are donated."""
-    closed = _jax.staged(call.fun, *call.args)
+    closed = _jax.jaxpr_of(call.fun, *call.args)
     graph = graph_of(closed, shardings_of(closed, call.args, platform))
     counts = [len(jax.tree.leaves(arg)) for arg in call.args]
     given = iter(graph.inputs)

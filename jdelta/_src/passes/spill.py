@@ -323,7 +323,7 @@ def _hidden(x: Any, after: Any) -> Any:
     """
     if isinstance(x, _Away) or x is after or not _may_wait(x, after):
         return x
-    if _jax.on_host(jax.typeof(x)):  # no backend without barriers has a host memory
+    if _jax.on_host(jax.typeof(x)):  # without it XLA:GPU undoes the copy there and back
         return lax.optimization_barrier((x, after))[0]
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         bits = _hidden(jax.random.key_data(x), after)

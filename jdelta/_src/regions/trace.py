@@ -247,7 +247,7 @@ def _staged(
         with tracing(session, *args) if session else contextlib.nullcontext():
             return step_fn(*args)
 
-    closed = _jax.staged(traced, *args)
+    closed = _jax.jaxpr_of(traced, *args)
     leaked = _jax.leaked(closed)
     if leaked is not None and session is None:  # JAX says what is wrong
         jax.jit(step_fn).trace(*args).lower(lowering_platforms=(platform,))
