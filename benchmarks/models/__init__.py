@@ -33,13 +33,7 @@ def build(
     *,
     remat: Callable[[Any], Any] = identity,
     small: bool = False,
-    batch: int | None = None,
-    length: int | None = None,
-    scan: bool = False,
-    span: int | None = None,
-    dtype: Any = None,
-    dropout: float | None = None,
-    rows: Any = None,
+    **options: Any,
 ) -> Case:
     """Builds the training step of a model.
 
@@ -47,13 +41,8 @@ def build(
         name: A key of `MODELS`.
         remat: Decorator of what is to be a region (a Linen class or a function, see `checkpoint`).
         small: Whether to keep the structure but shrink every width, to run anywhere.
-        batch: Batch size in place of the usual one.
-        length: Sequence length, or side of the image in pixels, in place of the usual one.
-        scan: Whether equal blocks run under a scan.
-        span: Scanned blocks under one further `jax.checkpoint`, a scan of scans.
-        dtype: Type to compute in, in place of the usual one.
-        dropout: Dropout rate in place of the usual one.
-        rows: Sharding of the residual stream over devices.
+        **options: Fields of the model's `Config` in place of the usual ones, as `batch=8`; None and
+            False leave the usual one.
 
     Returns:
         The case.
@@ -62,14 +51,10 @@ def build(
         ValueError: If the model is unknown or lacks an option that was given.
     """
     config = find(name).small() if small else find(name)
-    given = {"batch": batch, "length": length, "span": span, "dtype": dtype}
-    given |= {"dropout": dropout, "rows": rows}
-    options = {key: value for key, value in given.items() if value is not None}
-    if scan:
-        options["scan"] = True
-    if unknown := options.keys() - {field.name for field in dataclasses.fields(config)}:
+    unusual = {k: v for k, v in options.items() if v is not None and v is not False}
+    if unknown := unusual.keys() - {field.name for field in dataclasses.fields(config)}:
         raise ValueError(f"model {name!r} has no option {', '.join(sorted(unknown))}")
-    return dataclasses.replace(config, **options).case(name, remat)
+    return dataclasses.replace(config, **unusual).case(name, remat)
 
 
 def checkpoint(name: str, **options: Any) -> Callable[[Any], Any]:

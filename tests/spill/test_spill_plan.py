@@ -169,7 +169,13 @@ def test_items_may_go_to_files(tmp_path):
 # --- Steps -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "scan"), FORMS)
+@pytest.mark.parametrize(
+    ("name", "scan"),
+    [
+        pytest.param(*form, marks=() if form[1] or form[0] == "plain JAX" else pytest.mark.full)
+        for form in FORMS
+    ],
+)
 def test_frameworks(name, scan, spill):
     step, args = STEPS[name](1024, 32, scan=scan)
     found, target = analysed(step, args)
@@ -254,10 +260,11 @@ def test_boundaries_are_spilled_below_the_floor(spill):
 
 
 def test_where_recompute_needs_more_than_simulated_files_are_tried(spill):
-    """XLA for CPUs needs twice the simulated peak to recompute this decoder's units."""
+    """XLA for CPUs needs a third more than the simulated peak to recompute these layers."""
     small = {"width": 64, "hidden": 256, "heads": 2, "vocab": 128, "length": 128}
-    made, plain = (rok.case("t5", 4, remat, **small) for remat in (jdelta.remat, identity))
+    made, plain = (rok.case("gpt", 4, remat, **small) for remat in (jdelta.remat, identity))
     floor = jdelta.plan(made.step, None, made.state, made.batch, pin={"*": "recompute"})
+    assert floor.compiled_peak > 1.3 * floor.predicted_peak
     budget = int(1.02 * floor.compiled_peak)
     plan = jdelta.plan(made.step, budget, made.state, made.batch, spill=spill)
     assert plan.compiled_peak <= budget
@@ -276,8 +283,16 @@ def test_without_its_directory_nothing_is_spilled(tmp_path):
     assert (everything.policy, everything.spill_bytes) == (None, 0)
 
 
-@MARKS
-@pytest.mark.parametrize("habit", TRAINERS)
+@pytest.mark.parametrize(
+    ("habit", "remat"),
+    [
+        *(pytest.param(habit, jdelta.remat, id=f"{habit}-marked") for habit in TRAINERS),
+        *(
+            pytest.param(habit, identity, id=f"{habit}-found", marks=pytest.mark.full)
+            for habit in TRAINERS
+        ),
+    ],
+)
 def test_what_trainers_do(habit, remat, spill):
     step, args = TRAINERS[habit](1024, 64, remat)
     plain, _ = TRAINERS[habit](1024, 64, identity)

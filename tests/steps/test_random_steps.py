@@ -81,7 +81,7 @@ def check(got, expected):
 
 @pytest.mark.parametrize("layers", LAYER_FORMS)
 def test_results_equal_the_plain_step(layers):
-    @some(4)
+    @some(2)
     @given(forms(layers), DECISIONS, st.integers(0, 3))
     def run(form, decisions, pins):
         args = arguments()
@@ -114,7 +114,7 @@ def test_what_enters_a_unit_is_moved_where_it_is_said_to_be_read(layers, tmp_pat
     target, store = resolve("cpu"), open_store(tmp_path)
     args = arguments()
 
-    @some(4)
+    @some(2)
     @given(forms(layers).filter(lambda form: form.wrapped != "per example"))
     def run(form):
         step = step_of(form, jdelta.remat)
@@ -135,7 +135,7 @@ def test_what_enters_a_unit_is_moved_where_it_is_said_to_be_read(layers, tmp_pat
 def test_plans_are_within_their_budgets(layers):
     """Or there is an error with a floor; from end to end, as people call it."""
 
-    @some(2)
+    @some(1)
     @given(forms(layers), st.sampled_from([0.3, 0.5, 0.7, 0.9]))
     def run(form, share):
         args = arguments()

@@ -1,6 +1,6 @@
 """Seven training steps under plans: equal losses and gradients, exactly the planned residuals kept.
 
-The steps keep their structure in tiny widths. Plans are made for a TPU, without compiling for it:
+The steps have tiny widths, and a few of their layers where these are unrolled. Plans are made for a TPU, without compiling for it:
 unrolled layers then decide each for itself, as they would there; numbers come from the CPU.
 """
 
@@ -34,11 +34,11 @@ from tests.planning import planned, under
 
 STEPS = {
     "mlp": {"name": "mlp"},
-    "gpt2 unrolled": {"name": "gpt2"},
+    "gpt2 unrolled": {"name": "gpt2", "layers": 3},
     "gpt2 scanned": {"name": "gpt2", "scan": True},
-    "bert-base": {"name": "bert-base"},
-    "resnet50": {"name": "resnet50"},
-    "vit-b": {"name": "vit-b"},
+    "bert-base": {"name": "bert-base", "layers": 3},
+    "resnet50": {"name": "resnet50", "stages": (1, 2, 1)},
+    "vit-b": {"name": "vit-b", "layers": 3},
     "llama scanned": {"name": "llama", "scan": True},
 }
 
