@@ -17,9 +17,10 @@ DEVICES = 8
 jax.config.update("jax_num_cpu_devices", DEVICES)
 
 # Tests ask for numbers and bytes. LLVM without optimisation changes neither (XLA's own passes are
-# the same), and a compile for a CPU takes a third of the time. A TPU's compiler spends four of five seconds on the code of its kernels; the
-# least effort spares that. Tests of what the effort decides are marked `full_effort`, those among
-# them that take minutes `full`; JAX_EXEC_TIME_OPTIMIZATION_EFFORT=0 gives all tests all of it.
+# the same), and a compile for a CPU takes a third of the time. A TPU's compiler spends four of five
+# seconds on the code of its kernels; the least effort spares that. Tests of what the effort decides
+# are marked `full_effort`, those among them that take minutes `full`;
+# JAX_EXEC_TIME_OPTIMIZATION_EFFORT=0 gives all tests all of it.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if jax.__version_info__ < (0, 11):  # its older way to write kernels takes a quarter less time
     QUICK += " --xla_cpu_use_fusion_emitters=false"

@@ -14,7 +14,7 @@ from tests.programs import PROGRAMS, unmarked
 from tests.sines import layer
 from tests.stand_in import EXACT, lowering_to_itself, saying_what_is_predicted
 
-LAYERS, ROWS, WIDTH = 36, 8192, 512
+LAYERS, ROWS, WIDTH = 28, 8192, 512
 BUDGET = 500 << 20
 
 

@@ -43,7 +43,6 @@ from tests.versions import READ_OF_TANH
 
 RATES = SpillRates(2e9, 2e9)
 DROP = {"block/_where/select_n": "recompute"}
-MARKS = pytest.mark.parametrize("remat", [jdelta.remat, identity], ids=["marked", "found"])
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Seven training steps under plans: equal losses and gradients, exactly the planned residuals kept.
 
-The steps have tiny widths, and a few of their layers where these are unrolled. Plans are made for a TPU, without compiling for it:
-unrolled layers then decide each for itself, as they would there; numbers come from the CPU.
+The steps have tiny widths, and a few of their layers where these are unrolled. Plans are made for a
+TPU, without compiling for it: unrolled layers then decide each for itself, as they would there;
+numbers come from the CPU.
 """
 
 import dataclasses
