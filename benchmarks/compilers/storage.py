@@ -109,7 +109,7 @@ def picked() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def product(
     rows: int, contracted: int, made: bool = False
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A product of float32 matrices, with few or many result tiles, over any dimension.
+    """A product of float32 matrices, over any dimension: six tiles of the result each 128 rows.
 
     The first matrix is an argument, or made by another product for this one.
     """
@@ -252,10 +252,13 @@ PROGRAMS = {
     "512 MiB logits, gradient of take_along_axis": row_scatter(batched=True),
     "512 MiB logits, gradient of flat take": row_scatter(batched=False),
     "256 MiB bfloat16 logits, cast, one of each row picked": picked(),
-    "few tiles, product over 50272 = 16 · 3142": product(1024, 50272),
-    "few tiles, product over 50257": product(1024, 50257),
-    "few tiles, product over 50257 of what another made": product(1024, 50257, made=True),
-    "many tiles, product over 50257": product(4096, 50257),
+    "48 tiles, product over 50272 = 16 · 3142": product(1024, 50272),
+    "48 tiles, product over 50264 = 8 · 6283": product(1024, 50264),
+    "48 tiles, product over 50257": product(1024, 50257),
+    "48 tiles, product over 50257 of what another made": product(1024, 50257, made=True),
+    "126 tiles, product over 50257": product(21 * 128, 50257),
+    "132 tiles, product over 50257": product(22 * 128, 50257),
+    "192 tiles, product over 50257": product(4096, 50257),
     "sum of two 64 MiB products, read twice": sum_read_twice(kept=False),
     "sum of two 64 MiB products, these read at the end too": sum_read_twice(kept=True),
     "gradient through a 64 MiB GELU by tanh": activation(exact=False),
@@ -263,6 +266,7 @@ PROGRAMS = {
     "gradient through 64 MiB with dropout": dropout(),
     "gradient through 192 MiB scores, softmax in float32": attention(masked=False),
     "gradient through 192 MiB scores, masked in float32": attention(masked=True),
+    "gradient through 192 MiB scores, softmax over 16384": attention(masked=False, keys=16384),
     "gradient through 192 MiB scores, softmax over 32768": attention(masked=False, keys=32768),
     "gradient of 4 layers that add 64 MiB": residual_layers(4),
     "gradient of 8 layers that add 64 MiB": residual_layers(8),
