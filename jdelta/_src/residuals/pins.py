@@ -66,8 +66,8 @@ def fitting(
         lambda r: _fits(r, pattern.replace("[", "[[]")),
         lambda r: _fits(r, pattern),
     )
-    found = ([r for r in residuals if fits(r)] for fits in readings)
-    return next(filter(None, found), [])
+    matches = ([r for r in residuals if fits(r)] for fits in readings)
+    return next(filter(None, matches), [])
 
 
 def _fits(r: Residual, pattern: str) -> bool:
@@ -131,15 +131,18 @@ def _names(residuals: Sequence[Residual]) -> str:
 
 
 def _check_order(
-    residuals: Sequence[Residual], pins: Pins, found: Mapping[str, Decision], by: Mapping[str, str]
+    residuals: Sequence[Residual],
+    pins: Pins,
+    decided: Mapping[str, Decision],
+    by: Mapping[str, str],
 ) -> None:
     """Refuse a name that a later pattern decides about: it would be ignored."""
     names = {name for r in residuals for name in (r.name, r.label, r.entering, r.given)}
     for pattern, decision in pins.decisions.items():
         if pattern not in names | pins.users.keys():
             continue
-        fit = [r.name for r in pins.fitting(residuals, pattern) if r.name in found]
-        if all(found[name] is not Decision(decision) for name in fit):
+        fit = [r.name for r in pins.fitting(residuals, pattern) if r.name in decided]
+        if all(decided[name] is not Decision(decision) for name in fit):
             raise PlanMismatchError(
                 f"pin: {pattern!r} decides nothing, since {by[fit[0]]!r} after it fits the same: "
                 "the last one counts. Put the name behind the pattern."

@@ -32,29 +32,30 @@ def with_boundaries(trace: Trace, target: Target) -> tuple[Residual, ...]:
     entries = list(_entries(trace.graph, {}, OUTSIDE))
     shared = Counter(entry.buffer for entry in entries)
     alone = [entry for entry in entries if shared[entry.buffer] == 1]
-    found = {r.name: r for region in trace.regions for r in residuals(region, target)}
+    by_name = {r.name: r for region in trace.regions for r in residuals(region, target)}
     read = {name for region in trace.regions for name in needed_inputs(region, target)}
-    items = {name: name for name in found}
+    items = {name: name for name in by_name}
     for entry in alone:
         name = trace.plan_name(entry.name)
         maker = trace.plan_name(entry.maker) if entry.maker else None
-        if maker in found and found[maker].loops == 0:
+        if maker in by_name and by_name[maker].loops == 0:
             items[name] = maker
-            found[maker] = replace(
-                found[maker],
+            by_name[maker] = replace(
+                by_name[maker],
                 boundary=True,
                 entering=name,
-                needed=found[maker].needed or name in read,
+                needed=by_name[maker].needed or name in read,
                 sources=(),
                 seconds=0.0,
-                given=found[maker].given or entry.given,
+                given=by_name[maker].given or entry.user_name,
             )
         else:
             items[name] = name
             region = trace.aliases[entry.name.region]
-            found[name] = _residual(entry, name, region, needed=name in read)
+            by_name[name] = _residual(entry, name, region, needed=name in read)
     known = (
-        replace(r, sources=tuple(items[s] for s in r.sources if s in items)) for r in found.values()
+        replace(r, sources=tuple(items[s] for s in r.sources if s in items))
+        for r in by_name.values()
     )
     return with_consumers(_ordered(list(known), trace))
 
@@ -73,11 +74,11 @@ def users_names(trace: Trace, residuals: Sequence[Residual]) -> dict[str, list[s
     """
     items = {r.name: r.name for r in residuals}
     items |= {r.entering: r.name for r in residuals if r.entering}
-    found: dict[str, dict[str, None]] = {}
-    for given, name in _given_names(trace.graph, {}):
+    by_user_name: dict[str, dict[str, None]] = {}
+    for user_name, name in _given_names(trace.graph, {}):
         if item := items.get(trace.plan_name(name)):
-            found.setdefault(given, {})[item] = None
-    return {given: list(names) for given, names in found.items()}
+            by_user_name.setdefault(user_name, {})[item] = None
+    return {user_name: list(names) for user_name, names in by_user_name.items()}
 
 
 def _given_names(
@@ -87,8 +88,8 @@ def _given_names(
     buffers, called = graph.buffers(), _called(graph, carried)
     for op in graph.operations:
         if isinstance(op.name, RegionName) and op.inputs and not op.backward:
-            for given in called.get(buffers[op.inputs[0]], ()):
-                yield given, op.name
+            for user_name in called.get(buffers[op.inputs[0]], ()):
+                yield user_name, op.name
         for body in op.bodies:
             yield from _given_names(body, _carried(op) if body is op.body else {})
 
@@ -103,7 +104,7 @@ class _Entry:
         value: The value.
         maker: Name of the same buffer in the region that makes it, if one does.
         nest: The loops around it.
-        given: The user's own ``checkpoint_name`` of it; empty where it has none.
+        user_name: The user's own ``checkpoint_name`` of it; empty where it has none.
         line: Where the user's code computes it.
     """
 
@@ -112,7 +113,7 @@ class _Entry:
     value: Value
     maker: RegionName | None
     nest: Nest
-    given: str
+    user_name: str
     line: str
 
 
@@ -141,7 +142,7 @@ def _entries(graph: Graph, carried: Mapping[int, int | None], nest: Nest) -> Ite
                     value=value,
                     maker=makers.get(buffer),
                     nest=nest,
-                    given=op.name.given or next(iter(called.get(buffer, ())), ""),
+                    user_name=op.name.given or next(iter(called.get(buffer, ())), ""),
                     line=_jax.line_of(makes.get(buffer, op).equation),
                 )
         if op.body is not None and op.primitive != "cond":
@@ -155,9 +156,9 @@ def _called(graph: Graph, carried: Mapping[int, int | None]) -> Mapping[int, Seq
     buffers = graph.buffers()
     called: defaultdict[int, list[str]] = defaultdict(list)
     for op in graph.operations:
-        given = op.name.given if isinstance(op.name, RegionName) else op.name
-        if given and op.inputs and given not in called[buffers[op.inputs[0]]]:
-            called[buffers[op.inputs[0]]].append(given)
+        user_name = op.name.given if isinstance(op.name, RegionName) else op.name
+        if user_name and op.inputs and user_name not in called[buffers[op.inputs[0]]]:
+            called[buffers[op.inputs[0]]].append(user_name)
     handed = {v: called[buffers[out]] for v, out in carried.items() if out is not None}
     return {v: [*called[v], *handed.get(v, ())] for v in {*called, *handed}}
 
@@ -195,7 +196,7 @@ def _residual(entry: _Entry, name: str, region: str, *, needed: bool) -> Residua
         repeats=entry.nest.repeats,
         spec=entry.value.spec,
         boundary=True,
-        given=entry.given,
+        given=entry.user_name,
         line=entry.line,
     )
 

@@ -90,13 +90,13 @@ def needed_inputs(region: Region, target: Target) -> frozenset[str]:
     return _Analysis(region, target).needed_inputs()
 
 
-def with_consumers(found: Sequence[Residual]) -> tuple[Residual, ...]:
+def with_consumers(all_residuals: Sequence[Residual]) -> tuple[Residual, ...]:
     """The residuals, each with the names of those that it is a source of."""
     consumers: dict[str, list[str]] = {}
-    for residual in found:
+    for residual in all_residuals:
         for source in residual.sources:
             consumers.setdefault(source, []).append(residual.name)
-    return tuple(replace(r, consumers=tuple(consumers.get(r.name, ()))) for r in found)
+    return tuple(replace(r, consumers=tuple(consumers.get(r.name, ()))) for r in all_residuals)
 
 
 @dataclass
@@ -112,9 +112,9 @@ class _Chain:
     sources: set[int] = field(default_factory=set[int])
     work: dict[int, float] = field(default_factory=dict[int, float])
 
-    def then(self, made: int, seconds: float) -> _Chain:
+    def then(self, result: int, seconds: float) -> _Chain:
         """The chain with one operation more."""
-        return _Chain(self.sources, {**self.work, made: seconds})
+        return _Chain(self.sources, {**self.work, result: seconds})
 
 
 def _made_together(op: Operation) -> list[tuple[int, ...]]:
@@ -173,8 +173,8 @@ class _Analysis:
         """The buffers that are read, and those that what is always computed again is made of."""
         needed = set(read)
         for op in reversed(self.makers):
-            again = [v for v in op.outputs if v in needed and not self._may_be_kept(op, v)]
-            if again:
+            recomputed = [v for v in op.outputs if v in needed and not self._may_be_kept(op, v)]
+            if recomputed:
                 needed.update(self.base[v] for v in op.inputs)
         return needed
 
@@ -189,40 +189,40 @@ class _Analysis:
     def residuals(self) -> tuple[Residual, ...]:
         roots = storage(self.graph, self.compiler)
         along = spared_reads(self.graph, roots, self.compiler)
-        there = {id(self.graph.operations[index]): read for index, read in along.items()}
-        found: dict[int, Residual] = {}
+        spared = {id(self.graph.operations[index]): read for index, read in along.items()}
+        items: dict[int, Residual] = {}
         below: dict[int, _Chain] = {}
         for op in self.makers:
-            whole = self._chain(op, below, found)
-            seconds = self._seconds(op, roots, there.get(id(op), frozenset()))
+            upstream = self._chain(op, below, items)
+            seconds = self._seconds(op, roots, spared.get(id(op), frozenset()))
             seconds *= op.times * self.batch
-            for made in _made_together(op):
-                chain = whole.then(made[0], seconds * len(made) / len(op.outputs))
-                for v in made:
+            for results in _made_together(op):
+                chain = upstream.then(results[0], seconds * len(results) / len(op.outputs))
+                for v in results:
                     if self._is_item(op, v):
-                        found[v] = self._residual(op, v, chain)
+                        items[v] = self._residual(op, v, chain)
                     else:
                         below[v] = chain
-        return tuple(found.values())
+        return tuple(items.values())
 
     def needed_inputs(self) -> frozenset[str]:
         return frozenset(self._plan_name(v) for v in self.inputs & self.needed)
 
     def _seconds(
-        self, op: Operation, roots: Sequence[frozenset[int]], there: frozenset[int]
+        self, op: Operation, roots: Sequence[frozenset[int]], spared: frozenset[int]
     ) -> float:
         target = self.target
         if op.primitive == TRANSFER:  # a weight that is kept on the host is fetched again
             return sum(self.graph.values[v].bytes for v in op.outputs) / target.rates.host_to_device
-        return operation_seconds(self.graph, op, roots, target.rates, target.backend, there)
+        return operation_seconds(self.graph, op, roots, target.rates, target.backend, spared)
 
     def _chain(
-        self, op: Operation, below: Mapping[int, _Chain], found: Mapping[int, Residual]
+        self, op: Operation, below: Mapping[int, _Chain], items: Mapping[int, Residual]
     ) -> _Chain:
         """Residuals and inputs an operation starts from, and what lies between them and it."""
         chain = _Chain()
         for base in (self.base[v] for v in op.inputs):
-            if base in found or base in self.inputs:
+            if base in items or base in self.inputs:
                 chain.sources.add(base)
             elif base in below:
                 chain.sources |= below[base].sources
@@ -230,8 +230,8 @@ class _Analysis:
         return chain
 
     def _is_item(self, op: Operation, value: int) -> bool:
-        made = self.producers.get(op.inputs[0]) if op.primitive in PARTS else None
-        maker = op if made is None else self.graph.operations[made]
+        index = self.producers.get(op.inputs[0]) if op.primitive in PARTS else None
+        maker = op if index is None else self.graph.operations[index]
         wanted = value in self.needed or maker.primitive not in CHEAP | FREE
         return wanted and self._may_be_kept(op, value)
 
