@@ -252,13 +252,15 @@ class Reading:
 
         With explicit axes slices of a stack would each need a sharding of their own: none is made.
         """
-        made = {e.outvars[0] for e in self.eqns if transfers.crosses_to_host(e)}
-        made = {v for v in made if not _jax.has_explicit_axes(v.aval)}
+        candidates = {e.outvars[0] for e in self.eqns if transfers.crosses_to_host(e)}
+        candidates = {v for v in candidates if not _jax.has_explicit_axes(v.aval)}
         for eqn in self.eqns:
             fetched = _host_inputs(eqn) if _jax.is_shielded(eqn) else ()
-            made.difference_update(v for v in eqn.invars if _jax.is_var(v) and v not in fetched)
-        made.difference_update(filter(_jax.is_var, _jax.open_jaxpr(self.program).outvars))
-        return [[v for v in hosts if v in made] for hosts in self.needs]
+            candidates.difference_update(
+                v for v in eqn.invars if _jax.is_var(v) and v not in fetched
+            )
+        candidates.difference_update(filter(_jax.is_var, _jax.open_jaxpr(self.program).outvars))
+        return [[v for v in hosts if v in candidates] for hosts in self.needs]
 
     def writes_late(self, loop: Eqn) -> bool:
         """Whether a forward loop copies to the host what it made an iteration before."""

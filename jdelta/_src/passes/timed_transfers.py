@@ -136,8 +136,10 @@ class _Evaluation:
                 env[v] = growth(env[growth.of])
 
     def _forward_loop(self, eqn: Eqn, env: Env) -> list[Any]:
-        values, late = forward_loop(eqn, _jax.read(env, eqn.invars), self.timing.late, self.clock)
-        self.late |= late
+        values, late_writes = forward_loop(
+            eqn, _jax.read(env, eqn.invars), self.timing.late, self.clock
+        )
+        self.late |= late_writes
         return values
 
     def _backward_loop(self, eqn: Eqn, env: Env) -> list[Any]:
@@ -173,7 +175,7 @@ class _Evaluation:
         ]
         body, grown = without_growth(body)
         inputs = [
-            self.transfers.whole(v, x) if is_host(v) else x
+            self.transfers.fetched_value(v, x) if is_host(v) else x
             for v, x in zip(eqn.invars, lax.optimization_barrier(inputs), strict=True)
         ]
         results = _jax.evaluate(body, *inputs)
