@@ -87,13 +87,13 @@ def _names(plan: PlanRecord) -> _Names:
     residuals, planned = plan.answer.residuals, plan.decisions
     decisions: dict[str, Decision] = {}
     for r in residuals:
-        given = r.given if r.label == r.name else ""  # else given where no policy is asked
+        user_name = r.given if r.label == r.name else ""  # else given where no policy is asked
         decision = planned[r.name]
-        if given and decisions.setdefault(given, decision) is not decision:
+        if user_name and decisions.setdefault(user_name, decision) is not decision:
             raise PlanMismatchError(
-                f"The plan decides differently about values called {given!r}: "
-                f"{decisions[given].value} and {decision.value}. Others decide once for all "
-                f"layers: pin them (pin={{{given!r}: ...}}) and plan again."
+                f"The plan decides differently about values called {user_name!r}: "
+                f"{decisions[user_name].value} and {decision.value}. Others decide once for all "
+                f"layers: pin them (pin={{{user_name!r}: ...}}) and plan again."
             )
     unnamed = [
         r
