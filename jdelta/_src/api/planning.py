@@ -421,7 +421,7 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
 def _result(search_result: Found, items: Items) -> str:
     if search_result.best.decisions is None:
         return "The plain step fits: nothing is rematerialised."
-    if all(r.name in items.pinned or r.boundary for r in items.residuals if r.needed):
+    if all(r.name in items.pinned or r.region_input for r in items.residuals if r.needed):
         return "The decisions fit; all of them were taken by hand (pin=)."
     result = (search_result.best.outcome or Outcome.HEURISTIC).value
     if refused := search_result.refused:

@@ -144,7 +144,7 @@ def schedule(
     graph, donated = _staged(call, call.donated(step.donate), where.platform)
     compiler = Compiler(where.backend) if fused else None
     problem = problem_of(graph, compiler, places_taken(graph, donated))
-    return _schedule(problem, sum(graph.values[v].bytes for v in graph.given))
+    return _schedule(problem, sum(graph.values[v].bytes for v in graph.initial_values))
 
 
 def _staged(call: Call, donate: Sequence[int], platform: str) -> tuple[Graph, list[int]]:

@@ -250,7 +250,9 @@ def storage(graph: Graph, compiler: Compiler) -> list[frozenset[int]]:
     softmaxes = _softmaxes(graph, compiler, readers) if compiler.backend.fusion.softmax else {}
     first = _Storage(graph, compiler, readers, softmaxes, {}).roots()
     end = len(graph.operations)
-    io_roots = (root for v in (*graph.given, *graph.outputs) if v is not None for root in first[v])
+    io_roots = (
+        root for v in (*graph.initial_values, *graph.outputs) if v is not None for root in first[v]
+    )
     last = last_reads(graph, first) | dict.fromkeys(io_roots, end)
     return _Storage(graph, compiler, readers, softmaxes, last).roots()
 

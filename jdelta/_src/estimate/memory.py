@@ -74,7 +74,7 @@ def timeline(
     roots = storage(graph, compiler)
     sizes = stored_sizes(graph, compiler)
     last = last_reads(graph, roots)
-    fixed = {r for v in (*graph.given, *graph.outputs) if v is not None for r in roots[v]}
+    fixed = {r for v in (*graph.initial_values, *graph.outputs) if v is not None for r in roots[v]}
     producers = graph.producers()
     ends: list[list[int]] = [[] for _ in graph.operations]
     for value, index in last.items():

@@ -103,7 +103,9 @@ def _overwritten(
     that is unfolded they have been, in an earlier iteration.
     """
     last = last_reads(graph, roots)
-    kept = ({*graph.given} - {*own}) | {r for v in graph.outputs if v is not None for r in roots[v]}
+    kept = ({*graph.initial_values} - {*own}) | {
+        r for v in graph.outputs if v is not None for r in roots[v]
+    }
     buffers: dict[int, frozenset[int]] = {}
     for index, op in enumerate(graph.operations):
         if op.primitive not in UPDATES:
@@ -187,7 +189,11 @@ def stacked_bytes(
     consts, carry = scan_counts(loop.params)
     reading = [op for op in body.operations if op.primitive not in _PASSED_ON]
     products = (op.outputs[0] for op in reading if op.primitive in MATMULS)
-    elsewhere = {*body.given, *products, *(root for op in reading for root in _read(op, roots))}
+    elsewhere = {
+        *body.initial_values,
+        *products,
+        *(root for op in reading for root in _read(op, roots)),
+    }
     stacked = [v for v in body.outputs[carry:] if v is not None]
     rows = {v for op in body.operations if compiler.copies_rows(op) for v in op.inputs}
     copied = [v for v in stacked if roots[v] & elsewhere]

@@ -209,7 +209,7 @@ def _traced(planned: Any, step: Step, policy: Policy | None) -> jax.stages.Trace
 
 def fixed_bytes(graph: Graph, step: Step) -> int:
     """Bytes of arguments and results, donated ones once."""
-    inputs = sum(graph.values[v].bytes for v in graph.given)
+    inputs = sum(graph.values[v].bytes for v in graph.initial_values)
     outputs = sum(graph.values[v].bytes for v in graph.outputs if v is not None)
     leaves: list[Any] = jax.tree.leaves([step.args[i] for i in step.donate])
     donated = sum(map(local_bytes, leaves))

@@ -90,7 +90,7 @@ class _Iteration:
         """Simulate the body of a loop with so many constants and carried values."""
         line = iteration(body, consts, carry, compiler)
         roots = storage(line.graph, compiler)
-        ends, inputs = _ends(body), set(body.given)
+        ends, inputs = _ends(body), set(body.initial_values)
         products = [
             {r for v in op.inputs for r in roots[v]} - inputs if id(op) in ends else set[int]()
             for op in body.operations

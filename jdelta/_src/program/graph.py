@@ -127,7 +127,7 @@ class Graph:
     constants: list[int] = field(default_factory=list[int])
 
     @property
-    def given(self) -> tuple[int, ...]:
+    def initial_values(self) -> tuple[int, ...]:
         """What is there before the first operation: constants and inputs."""
         return (*self.constants, *self.inputs)
 

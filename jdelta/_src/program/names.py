@@ -68,14 +68,14 @@ class RegionName(str):
         loops: Number of loops of the region itself that the value is in.
         conditional: Whether it is in a branch of a ``cond`` of the region itself.
         is_input: Whether it names an input of the region.
-        given: The user's own ``checkpoint_name`` of the value; empty where it has none.
+        user_name: The user's own ``checkpoint_name`` of the value; empty where it has none.
     """
 
     region: str
     loops: int
     conditional: bool
     is_input: bool
-    given: str
+    user_name: str
 
     def __new__(
         cls,
@@ -85,7 +85,7 @@ class RegionName(str):
         *,
         conditional: bool = False,
         is_input: bool = False,
-        given: str = "",
+        user_name: str = "",
     ) -> RegionName:
         """The name ``region/inner``."""
         self = super().__new__(cls, f"{region}/{inner}")
@@ -93,7 +93,7 @@ class RegionName(str):
         self.loops = loops
         self.conditional = conditional
         self.is_input = is_input
-        self.given = given
+        self.user_name = user_name
         return self
 
 
@@ -108,13 +108,13 @@ class _Namer:
     def input(self, user_name: str) -> RegionName:
         """A name for the region's next input: that which the user gives it there, if any."""
         inner = self._unique(user_name or "input")
-        return RegionName(self._region, inner, is_input=True, given=user_name)
+        return RegionName(self._region, inner, is_input=True, user_name=user_name)
 
     def __call__(
         self, path: Sequence[str], last: str, loops: int, *, conditional: bool, user_name: str
     ) -> RegionName:
         inner = self._unique("/".join((*inner_path(tuple(path), self._own), last)))
-        return RegionName(self._region, inner, loops, conditional=conditional, given=user_name)
+        return RegionName(self._region, inner, loops, conditional=conditional, user_name=user_name)
 
     def _unique(self, inner: str) -> str:
         self._used[inner] += 1
@@ -305,7 +305,7 @@ class _Rewrite:
 def _user_name(eqn: Eqn) -> str:
     """The user's own name of what an equation makes; empty where there is none."""
     name = _jax.named_value(eqn)
-    return name.given if isinstance(name, RegionName) else name or ""
+    return name.user_name if isinstance(name, RegionName) else name or ""
 
 
 def _with_buffers_named(eqns: Sequence[Eqn]) -> list[Eqn]:

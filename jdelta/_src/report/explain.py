@@ -193,7 +193,7 @@ class _Explaining:
         todo = list(r.sources)
         while todo:
             source = self.by_name[todo.pop()]
-            dropped = self.decisions[source.name] is Decision.RECOMPUTE and not source.boundary
+            dropped = self.decisions[source.name] is Decision.RECOMPUTE and not source.region_input
             if source.name not in sources and dropped:
                 sources[source.name] = source
                 todo += source.sources

@@ -87,7 +87,7 @@ def _names(plan: PlanRecord) -> _Names:
     residuals, planned = plan.answer.residuals, plan.decisions
     decisions: dict[str, Decision] = {}
     for r in residuals:
-        user_name = r.given if r.label == r.name else ""  # else given where no policy is asked
+        user_name = r.user_name if r.label == r.name else ""  # else given where no policy is asked
         decision = planned[r.name]
         if user_name and decisions.setdefault(user_name, decision) is not decision:
             raise PlanMismatchError(
@@ -98,9 +98,9 @@ def _names(plan: PlanRecord) -> _Names:
     unnamed = [
         r
         for r in residuals
-        if not (r.given or r.boundary) and planned[r.name] is not Decision.RECOMPUTE
+        if not (r.user_name or r.region_input) and planned[r.name] is not Decision.RECOMPUTE
     ]
-    entering = {planned[r.name] for r in residuals if r.boundary} - {_RECOMPUTE}
+    entering = {planned[r.name] for r in residuals if r.region_input} - {_RECOMPUTE}
     return _Names(decisions, unnamed, min(entering, key=list(Decision).index, default=_SAVE))
 
 

@@ -71,7 +71,7 @@ class Row:
     def why(self) -> str:
         """The reason for the decision, in a few words."""
         seconds = format_seconds(self.seconds)
-        if self.sample.boundary:
+        if self.sample.region_input:
             return "enters a region"
         if self.decision is not Decision.RECOMPUTE:
             return f"saves {seconds}"

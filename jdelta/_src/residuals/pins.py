@@ -62,7 +62,7 @@ def fitting(
     """
     readings: tuple[Callable[[Residual], bool], ...] = (
         lambda r: pattern in (r.name, r.label, r.entering),
-        lambda r: pattern == r.given or r.name in users.get(pattern, ()),
+        lambda r: pattern == r.user_name or r.name in users.get(pattern, ()),
         lambda r: _fits(r, pattern.replace("[", "[[]")),
         lambda r: _fits(r, pattern),
     )
@@ -114,7 +114,7 @@ def _pinnable(
             else f"pin: no residual is called {pattern!r}; {_names(residuals)}"
         )
     if decision is Decision.RECOMPUTE:
-        fit = [r for r in fit if not r.boundary]
+        fit = [r for r in fit if not r.region_input]
     if not fit and residuals:
         raise PlanMismatchError(
             f"pin: {pattern!r} fits only what enters a region, which jax.checkpoint keeps: "
@@ -137,7 +137,7 @@ def _check_order(
     by: Mapping[str, str],
 ) -> None:
     """Refuse a name that a later pattern decides about: it would be ignored."""
-    names = {name for r in residuals for name in (r.name, r.label, r.entering, r.given)}
+    names = {name for r in residuals for name in (r.name, r.label, r.entering, r.user_name)}
     for pattern, decision in pins.decisions.items():
         if pattern not in names | pins.users.keys():
             continue

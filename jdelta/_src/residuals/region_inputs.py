@@ -1,8 +1,8 @@
 """Boundaries: values that the step computes and hands to a region.
 
 ``jax.checkpoint`` keeps of a region's inputs what its backward pass reads, or computes again from
-them. A boundary cannot be recomputed, but it can be offloaded: under a budget that is below what
-recompute alone reaches. Weights, constants and slices of a loop's inputs are no boundaries.
+them. A region input cannot be recomputed, but it can be offloaded: under a budget below what
+recompute alone reaches. Weights, constants and slices of a loop's inputs are none.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jdelta._src.regions.trace import Trace
 from jdelta._src.residuals.residual import Residual, needed_inputs, residuals, with_consumers
 
 INPUT_OF_REGION = "input"
-"""What stands for the producer of a boundary that no region makes."""
+"""What stands for the producer of a region input that no region makes."""
 
 
-def with_boundaries(trace: Trace, target: Target) -> tuple[Residual, ...]:
-    """The residuals of a step and its boundaries, in the order of the forward pass.
+def with_region_inputs(trace: Trace, target: Target) -> tuple[Residual, ...]:
+    """The residuals of a step and its region inputs, in the order of the forward pass.
 
-    A boundary that is a residual of the region it comes out of is one item: that residual.
+    A region input that is a residual of the region it comes out of is one item: that residual.
     """
     entries = list(_entries(trace.graph, {}, OUTSIDE))
     shared = Counter(entry.buffer for entry in entries)
@@ -42,12 +42,12 @@ def with_boundaries(trace: Trace, target: Target) -> tuple[Residual, ...]:
             items[name] = maker
             by_name[maker] = replace(
                 by_name[maker],
-                boundary=True,
+                region_input=True,
                 entering=name,
                 needed=by_name[maker].needed or name in read,
                 sources=(),
                 seconds=0.0,
-                given=by_name[maker].given or entry.user_name,
+                user_name=by_name[maker].user_name or entry.user_name,
             )
         else:
             items[name] = name
@@ -67,7 +67,7 @@ def users_names(trace: Trace, residuals: Sequence[Residual]) -> dict[str, list[s
 
     Args:
         trace: The step.
-        residuals: Its residuals and boundaries.
+        residuals: Its residuals and region inputs.
 
     Returns:
         For example ``{"layer_out": ["h_1/layer_out", "h_2/layer_out"]}``.
@@ -142,7 +142,7 @@ def _entries(graph: Graph, carried: Mapping[int, int | None], nest: Nest) -> Ite
                     value=value,
                     maker=makers.get(buffer),
                     nest=nest,
-                    user_name=op.name.given or next(iter(called.get(buffer, ())), ""),
+                    user_name=op.name.user_name or next(iter(called.get(buffer, ())), ""),
                     line=_jax.line_of(makes.get(buffer, op).equation),
                 )
         if op.body is not None and op.primitive != "cond":
@@ -156,7 +156,7 @@ def _called(graph: Graph, carried: Mapping[int, int | None]) -> Mapping[int, Seq
     buffers = graph.buffers()
     called: defaultdict[int, list[str]] = defaultdict(list)
     for op in graph.operations:
-        user_name = op.name.given if isinstance(op.name, RegionName) else op.name
+        user_name = op.name.user_name if isinstance(op.name, RegionName) else op.name
         if user_name and op.inputs and user_name not in called[buffers[op.inputs[0]]]:
             called[buffers[op.inputs[0]]].append(user_name)
     handed = {v: called[buffers[out]] for v, out in carried.items() if out is not None}
@@ -167,7 +167,7 @@ def _is_computed(op: Operation | None, graph: Graph) -> bool:
     """Whether an operation makes a value that is not just an argument of the step, converted."""
     if op is None or op.primitive in FREE:
         return False
-    return op.primitive not in CHEAP or not set(op.inputs) <= set(graph.given)
+    return op.primitive not in CHEAP or not set(op.inputs) <= set(graph.initial_values)
 
 
 def _carried(op: Operation) -> dict[int, int | None]:
@@ -195,8 +195,8 @@ def _residual(entry: _Entry, name: str, region: str, *, needed: bool) -> Residua
         loops=entry.nest.loops,
         repeats=entry.nest.repeats,
         spec=entry.value.spec,
-        boundary=True,
-        given=entry.user_name,
+        region_input=True,
+        user_name=entry.user_name,
         line=entry.line,
     )
 

@@ -45,9 +45,9 @@ class Residual:
         spec: For each dimension the mesh axes that it is sharded over, and the devices along each;
             empty when it is not sharded.
         conditional: Whether it is in a branch of a ``cond``; offload does not work there.
-        boundary: Whether it enters a region, and so stays in memory unless it is offloaded.
+        region_input: Whether it enters a region, and so stays in memory unless it is offloaded.
         entering: Name that it has there, where it is a residual of the region it comes from too.
-        given: The user's own ``checkpoint_name`` of the value; empty where it has none.
+        user_name: The user's own ``checkpoint_name`` of the value; empty where it has none.
         line: Where the user's code computes it, ``model.py:31``; empty where that is not known.
     """
 
@@ -68,16 +68,16 @@ class Residual:
     holding: float = 0.0
     spec: Spec = ()
     conditional: bool = False
-    boundary: bool = False
+    region_input: bool = False
     entering: str | None = None
-    given: str = ""
+    user_name: str = ""
     line: str = ""
 
     @property
     def label(self) -> str:
         """Its name as it is printed: with the user's own, where that is given outside of it."""
-        is_in_name = not self.given or f"/{self.given}" in self.name
-        return self.name if is_in_name else f"{self.name} ({self.given})"
+        is_in_name = not self.user_name or f"/{self.user_name}" in self.name
+        return self.name if is_in_name else f"{self.name} ({self.user_name})"
 
 
 def residuals(region: Region, target: Target) -> tuple[Residual, ...]:
@@ -180,7 +180,7 @@ class _Analysis:
 
     def _constant(self) -> set[int]:
         """Values made of no input and of no array held: the compiler folds them."""
-        varying = set(self.graph.given)
+        varying = set(self.graph.initial_values)
         for op in self.graph.operations:
             if not varying.isdisjoint(op.inputs):
                 varying.update(op.outputs)
@@ -260,7 +260,7 @@ class _Analysis:
             holding=self._holding(op, value, copies),
             spec=((), *what.spec) if copies > 1 and what.spec else what.spec,
             conditional=self.region.conditional or self.names[value].conditional,
-            given=self.names[value].given,
+            user_name=self.names[value].user_name,
             line=_jax.line_of(op.equation),
         )
 

@@ -19,7 +19,7 @@ from jdelta._src.residuals.hand_policy import decisions_of
 from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.pins import Pins
-from jdelta._src.residuals.region_inputs import users_names, with_boundaries
+from jdelta._src.residuals.region_inputs import users_names, with_region_inputs
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.residuals.unpinnable import why_unpinnable
 from jdelta._src.search.candidate import CompiledCandidate, Found
@@ -102,7 +102,7 @@ class Planning:
         if trace.uncut and self.pin:
             raise TraceError(trace.uncut)
         step = self.step(trace)
-        residuals = with_boundaries(trace, step.target)
+        residuals = with_region_inputs(trace, step.target)
         files = self.files(residuals)
         pins = self._pins(trace, residuals)
         items = items_of(residuals, step.target, self.host_room, pins, files)
