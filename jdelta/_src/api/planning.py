@@ -345,7 +345,7 @@ def _plan(
             chosen = updates_in_loops.result(planning, plain, bound)
         else:
             chosen = updates_in_loops.Result(*planning.result(bound))
-    search, result = chosen.search, chosen.found
+    search, result = chosen.search, chosen.outcome
     chosen_trace, best = search.trace, result.best
     own = search.own_recompute()
     room = math.inf if spill is None or spill.limit_bytes is None else spill.limit_bytes

@@ -128,7 +128,7 @@ def _recomputed_late(graph: Graph) -> Graph:
     first: dict[int, int] = {}
     for index in reversed(place):
         op = graph.operations[index]
-        if op.again and op.primitive != TRANSFER:
+        if op.recomputed and op.primitive != TRANSFER:
             place[index] = min((first[v] for v in op.outputs if v in first), default=index)
         first.update((v, min(place[index], first.get(v, place[index]))) for v in op.inputs)
     order = sorted(range(len(place)), key=place.__getitem__)

@@ -265,7 +265,7 @@ def _computed(graph: Graph, policy: Policy, names: frozenset[str]) -> Computed:
             f"The step has regions that were not there when it was planned: "
             f"{format_some(others, 5)}. A step must be the same each time that it is traced."
         )
-    named = [(str(op.name), op.again) for op in ops]
+    named = [(str(op.name), op.recomputed) for op in ops]
     computed_names = {name for name, _ in named}
     recomputed_names = {name for name, is_again in named if is_again}
     missing = sorted(policy.kept - names)

@@ -81,7 +81,7 @@ class Operation:
         name: The name that a ``name`` equation gives; None for everything else.
         backward: Whether it was made by transposition, so belongs to a backward pass.
         differentiated: Whether it is part of what the step differentiates, or of its derivative.
-        again: Whether it computes again what was dropped.
+        recomputed: Whether it computes again what was dropped.
         scope: Module scopes it was traced under.
         times: How often it runs; more than one where its loop was unfolded around it.
     """
@@ -95,7 +95,7 @@ class Operation:
     name: str | None = None
     backward: bool = False
     differentiated: bool = False
-    again: bool = False
+    recomputed: bool = False
     scope: tuple[str, ...] = ()
     times: int = 1
     others: tuple[Graph, ...] = ()
@@ -296,7 +296,7 @@ class _Builder:
                 eqn.params,
                 backward=place.backward,
                 differentiated=place.differentiated,
-                again=place.recomputed,
+                recomputed=place.recomputed,
                 scope=place.scope,
                 times=self.times,
                 equation=eqn,
@@ -364,7 +364,7 @@ class _Builder:
                 name=_jax.named_value(eqn),
                 backward=place.backward,
                 differentiated=place.differentiated,
-                again=place.recomputed,
+                recomputed=place.recomputed,
                 scope=place.scope,
                 times=self.times,
                 has_effects=bool(eqn.effects),

@@ -63,11 +63,11 @@ class Computed:
 
     Attributes:
         once: Names of values that are kept.
-        again: Names of values that are computed again.
+        recomputed: Names of values that are computed again.
     """
 
     once: frozenset[str] = frozenset()
-    again: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
 
     def undone(self, text: str) -> tuple[str, ...]:
         """Names that a compiled program keeps or computes again against what it was given.
@@ -83,7 +83,7 @@ class Computed:
         for instruction, op_name in _told_apart(text):
             is_again = RECOMPUTE in op_name or _CLONE in instruction
             (recomputed if is_again else first).update(_MARK.findall(op_name))
-        kept = (name for name in self.again if _spelled(name) in first - recomputed)
+        kept = (name for name in self.recomputed if _spelled(name) in first - recomputed)
         remade = (name for name in self.once if _spelled(name) in recomputed)
         return tuple(sorted((*kept, *remade)))
 

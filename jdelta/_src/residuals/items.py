@@ -29,7 +29,7 @@ class Items:
         problem: What is left to decide, with capacity zero. To drop a region input is to move it.
         deep: The same with region inputs to be decided about; None where there are none that may
             be moved.
-        whole: The same with all residuals, none pinned: it prices complete decisions.
+        unpinned: The same with all residuals, none pinned: it prices complete decisions.
         residuals: All residuals of the step.
         pins: What the user decided.
         pinned: The same by the names of residuals.
@@ -38,7 +38,7 @@ class Items:
 
     problem: Problem
     deep: Problem | None
-    whole: Problem
+    unpinned: Problem
     residuals: tuple[Residual, ...]
     pins: Pins
     pinned: Mapping[str, Decision]
@@ -53,7 +53,7 @@ class Items:
         free = {item.name: d for item, d in zip(self.problem.items, chosen, strict=True)}
         wished = [self.pinned.get(r.name) or self._wished(r, free) for r in self.residuals]
         kept = {name for name, decision in self.pinned.items() if decision not in AWAY}
-        for r, is_recomputed in zip(self.residuals, self.whole.recomputed(wished), strict=True):
+        for r, is_recomputed in zip(self.residuals, self.unpinned.recomputed(wished), strict=True):
             kept.update(r.sources if is_recomputed else ())
         return {
             r.name: d if r.needed or r.name in kept else Decision.RECOMPUTE
@@ -99,17 +99,17 @@ class Items:
 
     def recompute_seconds(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds to compute again what complete decisions drop."""
-        return self.whole.recompute_seconds([decisions[r.name] for r in self.residuals])
+        return self.unpinned.recompute_seconds([decisions[r.name] for r in self.residuals])
 
     def overhead_but_for_host(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step, transfers to the host left out."""
-        memories = tuple(m for m in self.whole.memories if m.decision is not Decision.OFFLOAD)
-        problem = replace(self.whole, memories=memories)
+        memories = tuple(m for m in self.unpinned.memories if m.decision is not Decision.OFFLOAD)
+        problem = replace(self.unpinned, memories=memories)
         return problem.overhead([decisions[r.name] for r in self.residuals])
 
     def overhead(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step."""
-        return self.whole.overhead([decisions[r.name] for r in self.residuals])
+        return self.unpinned.overhead([decisions[r.name] for r in self.residuals])
 
     def check_moved(self, decisions: Mapping[str, Decision]) -> None:
         """Refuse a pattern that moves nothing, since the backward pass reads nothing of it.
@@ -214,7 +214,7 @@ def items_of(
         deep=Problem(maker.deep_items(some, decided, filled, leaving), 0.0, filled)
         if leaving
         else None,
-        whole=Problem(maker.items(residuals, {}), 0.0, roomy),
+        unpinned=Problem(maker.items(residuals, {}), 0.0, roomy),
         residuals=tuple(residuals),
         pins=pins,
         pinned=decided,

@@ -162,7 +162,7 @@ class Search:
     def own_recompute(self) -> float:
         """Seconds that the user's own ``jax.checkpoint`` adds to the plain step."""
         target = self.step.target
-        if not any(op.again for op, _ in walk(self._plain.emission.timeline.graph)):
+        if not any(op.recomputed for op, _ in walk(self._plain.emission.timeline.graph)):
             return 0.0
         without = program_seconds(self.trace.graph, target.rates, target.backend)
         return max(0.0, self.proposals.seconds(self._plain) - without)

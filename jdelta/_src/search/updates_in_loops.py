@@ -22,13 +22,13 @@ class Result:
 
     Attributes:
         search: The search.
-        found: What it found.
+        outcome: What it found.
         saved: Bytes by which the compiled peak of the plan is lower with its updates moved; 0 where
             they stay where they are.
     """
 
     search: Search
-    found: Found
+    outcome: Found
     saved: int = 0
 
 
@@ -55,8 +55,8 @@ def result(planning: Planning, plain: Step, budget: Budget) -> Result:
     if not both:
         assert isinstance(stay, BudgetError)
         raise min((e for e in (stay, moved) if isinstance(e, BudgetError)), key=_floor)
-    best = min(both, key=lambda r: (r.found.best.overhead, r.found.best.peak))
-    return best if ceiling is None else replace(best, found=_under(best.found, ceiling))
+    best = min(both, key=lambda r: (r.outcome.best.overhead, r.outcome.best.peak))
+    return best if ceiling is None else replace(best, outcome=_under(best.outcome, ceiling))
 
 
 def _under(outcome: Found, ceiling: int) -> Found:
