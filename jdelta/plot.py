@@ -144,14 +144,14 @@ def rok(points: Sequence[RokPoint]) -> Figure:
     Raises:
         ValueError: There are no points.
     """
-    found = curves(points)
-    if not found:
+    rok_curves = curves(points)
+    if not rok_curves:
         raise ValueError("points: expected at least one jdelta.RokPoint; got none")
-    steps = list(dict.fromkeys(curve.step for curve in found))
+    steps = list(dict.fromkeys(curve.step for curve in rok_curves))
     figure = Figure(figsize=(1 + 5.5 * len(steps), 3.8), layout="constrained")
     for number, step in enumerate(steps):
         axes = _plain(figure.add_subplot(1, len(steps), number + 1))
-        for index, curve in enumerate(c for c in found if c.step == step):
+        for index, curve in enumerate(c for c in rok_curves if c.step == step):
             side = (6, "bottom") if index % 2 == 0 else (-6, "top")  # ways may meet in a point
             colour = _ROLES.get(curve.role) or COLOURS[Decision(curve.role)]
             sizes, rates = zip(*((p.activation, p.rate) for p in curve.points), strict=True)

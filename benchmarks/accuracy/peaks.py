@@ -30,7 +30,7 @@ from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import Trace
 from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import NO_PINS
-from jdelta._src.residuals.region_inputs import with_boundaries
+from jdelta._src.residuals.region_inputs import with_region_inputs
 from jdelta._src.solver import Knapsack
 
 KEPT = (None, 0.0, 0.2, 0.4, 0.6)
@@ -64,7 +64,7 @@ def traced(step: str, target: str) -> tuple[Step, Trace]:
 def policy(step: Step, found: Trace, kept: float) -> Policy:
     """What DELTA's heuristic keeps in a part of the residuals' bytes, if keeping costs nothing."""
     target = step.target
-    items = items_of(with_boundaries(found, target), target, 0.0, NO_PINS)
+    items = items_of(with_region_inputs(found, target), target, 0.0, NO_PINS)
     whole = sum(item.bytes for item in items.problem.items if item.needed)
     free = tuple(dataclasses.replace(item, holding=0.0) for item in items.problem.items)
     problem = dataclasses.replace(items.problem, items=free, capacity=kept * whole)

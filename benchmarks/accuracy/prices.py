@@ -36,7 +36,7 @@ from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import Trace
 from jdelta._src.residuals.items import Items, items_of
 from jdelta._src.residuals.pins import NO_PINS
-from jdelta._src.residuals.region_inputs import with_boundaries
+from jdelta._src.residuals.region_inputs import with_region_inputs
 
 SMALLEST = 1 << 20
 """Bytes of a value below which its worth is not looked at."""
@@ -118,14 +118,14 @@ def added(r: Row) -> list[str]:
 def staged(step: str, target: str) -> tuple[Step, Trace, Items]:
     """A step and its items."""
     made, found = cases.staged(steps.build(step, remat=jdelta.remat), target)
-    residuals = with_boundaries(found, made.target)
+    residuals = with_region_inputs(found, made.target)
     return made, found, items_of(residuals, made.target, 0.0, NO_PINS, None)
 
 
 def values(step: str, target: str, unit: str) -> list[str]:
     """Names of what the backward pass of some regions reads and may compute again."""
     residuals = staged(step, target)[2].residuals
-    fitting = (r for r in residuals if fnmatch.fnmatchcase(r.region, unit) and not r.boundary)
+    fitting = (r for r in residuals if fnmatch.fnmatchcase(r.region, unit) and not r.region_input)
     return [r.name for r in fitting if r.needed and r.bytes >= SMALLEST]
 
 

@@ -136,7 +136,7 @@ def half_away(target: str, rest: str) -> tuple[Row, jdelta.Plan]:
     filled = itertools.accumulate(r.bytes for r in order)
     half = sum(r.bytes for r in needed) / 2
     away = {r.name for r, total in zip(order, filled, strict=True) if total <= half}
-    here = (r.bytes for r in needed if r.name not in away and not r.boundary)
+    here = (r.bytes for r in needed if r.name not in away and not r.region_input)
     budget = hand.measured.peak + (sum(here) if rest == "save" else 0)
     pin = {"*": rest, **dict.fromkeys(map(glob.escape, away), "offload")}
     plan = jdelta.plan(case.step, budget, *args, target=target, donate_argnums=0, pin=pin)
@@ -171,7 +171,7 @@ def row(step: str, target: str) -> Row:
         "compiled_peak": plan.compiled_peak,
         "budget": plan.budget,
         "planned": sum(r.bytes for r in away),
-        "kept": sum(r.bytes for r in kept if r.needed and not r.boundary),
+        "kept": sum(r.bytes for r in kept if r.needed and not r.region_input),
         "host": plan.host_bytes,
         "hidden": overlap.hidden,
         **noted,

@@ -33,7 +33,7 @@ def online(problem: Problem, order) -> int:
     for place, operator in enumerate(order):
         for span in dying[place]:
             live.pop(bisect.bisect_left(live, span))
-        for tensor in problem.made[operator]:
+        for tensor in problem.allocated[operator]:
             size = -(-problem.tensors[tensor].bytes // BLOCK) * BLOCK
             if size:
                 begin = _best_gap(live, size)
@@ -58,7 +58,7 @@ def greedy_list(problem: Problem) -> list[int]:
     ran = [False] * len(problem)
 
     def growth(i: int) -> int:
-        made = sum(problem.tensors[t].bytes for t in problem.made[i] if users[t])
+        made = sum(problem.tensors[t].bytes for t in problem.allocated[i] if users[t])
         return made - sum(problem.tensors[t].bytes for t in problem.used[i] if users[t] == 1)
 
     heap = [(growth(i), i) for i in problem.program if not waiting[i]]

@@ -197,7 +197,7 @@ def test_what_is_computed_again_is_so_just_before_it_is_read(platform):
     for layers in (2, 4):
         fun, args = facts.recomputed(layers)
         line = timeline(graph(fun, *args), Compiler(backend_of(platform)))
-        made = set(line.graph.given)
+        made = set(line.graph.initial_values)
         for op in line.graph.operations:
             assert made.issuperset(op.inputs)
             made.update(op.outputs)

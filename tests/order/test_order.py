@@ -11,7 +11,7 @@ from benchmarks.order.order import problem as step_problem
 from jdelta._src.order import Problem, Tensor, arena, arrange, layout
 from jdelta._src.order.bound import cut, forced, lower_bound
 from jdelta._src.order.exact import solved
-from jdelta._src.order.lists import late
+from jdelta._src.order.lists import delayed_order
 from jdelta._src.order.problem import CORE
 from jdelta._src.order.segments import separators
 from jdelta._src.order.tails import early, updated_early
@@ -141,7 +141,7 @@ def test_branches_lead_to_one_end(problem):
 def test_passes_keep_to_the_dependences(problem, target):
     waits = {branch: len(problem) for branch in problem.branches[::2] if branch != CORE}
     for order in (
-        late(problem, problem.program),
+        delayed_order(problem, problem.program),
         early(problem, problem.program),
         early(problem, problem.program, waits),
         updated_early(problem, problem.program, target),
@@ -202,7 +202,7 @@ def test_what_is_read_late_is_made_late():
     )
     assert problem.peak(problem.program) == 19
     assert arrange(problem).peak == 11
-    assert late(problem, problem.program) == [1, 2, 0, 3]
+    assert delayed_order(problem, problem.program) == [1, 2, 0, 3]
 
 
 def step(layers, *, gradient=8, scratch=4, activation=1):

@@ -30,7 +30,7 @@ from jdelta._src.regions.region import Session
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import NO_PINS
-from jdelta._src.residuals.region_inputs import with_boundaries
+from jdelta._src.residuals.region_inputs import with_region_inputs
 from tests.compilers import TARGETS, needs_cuda
 
 TARGET = resolve("tpu:v5e:2x2")
@@ -74,12 +74,12 @@ def unrolled(unit=layer):
 def offloading(step, args, away=AWAY):
     """The staged step with everything that ``away`` fits offloaded, and how much that is."""
     found = trace(step, *args)
-    priced = with_boundaries(found, TARGET)
+    priced = with_region_inputs(found, TARGET)
     decisions = {
         r.name: Decision.OFFLOAD
         if any(fnmatch.fnmatchcase(r.name, pattern) for pattern in away)
         else Decision.SAVE
-        if r.boundary
+        if r.region_input
         else Decision.RECOMPUTE
         for r in priced
     }
@@ -695,7 +695,7 @@ def test_a_compiler_that_would_put_gradients_off_takes_what_is_simulated():
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_budget_below_what_recompute_reaches_sends_boundaries_away(target):
+def test_a_budget_below_what_recompute_reaches_sends_region_inputs_away(target):
     step, args = stack(jdelta.remat(stack_layer)), shapes(FEWER)
     budget = int(0.75 * by_hand(target, FEWER).peak)
     if resolve(target).offload_refusal:
@@ -704,7 +704,7 @@ def test_a_budget_below_what_recompute_reaches_sends_boundaries_away(target):
         return
     plan = jdelta.plan(step, budget, *args, target=target)
     assert plan.compiled_peak <= plan.budget
-    entering = [r for r in plan.residuals if r.boundary]
+    entering = [r for r in plan.residuals if r.region_input]
     assert plan.decisions[entering[0].name] is Decision.OFFLOAD
     assert plan.host_bytes == sum(
         r.bytes for r in entering if plan.decisions[r.name] is Decision.OFFLOAD

@@ -116,7 +116,7 @@ def test_layers_decided_apart_are_refused():
 )
 def test_a_hand_policy_decides_everything(policy, saved):
     plan = planned(pin=policy)
-    inside = [r for r in plan.residuals if not r.boundary]
+    inside = [r for r in plan.residuals if not r.region_input]
     got = {r.name for r in inside if plan.decisions[r.name] is Decision.SAVE}
     if saved is None:
         assert got == {r.name for r in inside}
@@ -219,7 +219,7 @@ EVERY_POLICY = {
 def test_every_policy_is_planned(name, policy):
     step, args = STEPS[name]()
     plan = jdelta.plan(step, None, *args, pin=EVERY_POLICY[policy])
-    kept = {r.name for r in plan.residuals if not r.boundary} & {
+    kept = {r.name for r in plan.residuals if not r.region_input} & {
         name for name, d in plan.decisions.items() if d is Decision.SAVE
     }
     assert bool(kept) == (policy not in ("nothing", "names but", "only"))

@@ -81,7 +81,7 @@ def test_what_a_loop_carries_goes_by_either_of_its_names(mark, name):
 @pytest.mark.parametrize("name", ["layer_in", "layer_out"])
 def test_what_enters_a_layer_goes_by_either_of_its_names(name):
     plan = planned(step_of(unrolled, jdelta.remat(layer)), {"*": "recompute", name: "save"})
-    entering = {r.name for r in plan.residuals if r.boundary}
+    entering = {r.name for r in plan.residuals if r.region_input}
     assert {"layer_0/layer_in", "layer_1/layer_in", "layer_2/layer_in"} == entering <= decided(plan)
 
 

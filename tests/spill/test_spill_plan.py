@@ -30,7 +30,7 @@ from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.file_link import Scope, hidden_scopes, to_files
 from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import NO_PINS, Pins
-from jdelta._src.residuals.region_inputs import with_boundaries
+from jdelta._src.residuals.region_inputs import with_region_inputs
 from jdelta._src.sizes import format_bytes
 from jdelta._src.spill import SpillRates, rates_of, write
 from tests.frameworks import FORMS, LAYERS, STEPS
@@ -54,7 +54,7 @@ def spill(tmp_path, monkeypatch):
 
 def analysed(step, args):
     target = resolve("cpu")
-    return with_boundaries(trace(step, *args), target), target
+    return with_region_inputs(trace(step, *args), target), target
 
 
 # --- What may be spilled, and what is hidden -------------------------------------------------
@@ -110,7 +110,7 @@ def test_what_is_not_spilled(tmp_path):
     one = next(r for r in found if r.name == "block_0/tanh")
     odd = [dataclasses.replace(one, dtype=dtype) for dtype in ("int4", "key<fry>")]
     assert all("whole bytes" in link.refusal(r) for r in odd)
-    into = dataclasses.replace(one, entering=f"block_{LAYERS - 1}/input", boundary=True)
+    into = dataclasses.replace(one, entering=f"block_{LAYERS - 1}/input", region_input=True)
     assert "last region" in link.refusal(into)
     branch = dataclasses.replace(one, conditional=True)
     assert "cond" in link.refusal(branch)
@@ -179,7 +179,7 @@ def test_frameworks(name, scan, spill):
     step, args = STEPS[name](1024, 32, scan=scan)
     found, target = analysed(step, args)
     link = to_files(spill, RATES, found, target)
-    open_ = [r for r in found if r.needed and not r.boundary and link.refusal(r) is None]
+    open_ = [r for r in found if r.needed and not r.region_input and link.refusal(r) is None]
     names = [r.name for r in sorted(open_, key=lambda r: -r.bytes)[:3]]
     plan = jdelta.plan(step, None, *args, spill=spill, pin=dict.fromkeys(names, "spill"))
     check(plan.jit()(*args), jax.jit(step)(*args))
@@ -245,7 +245,7 @@ def test_spilling_alone_frees_as_many_bytes(spill):
     assert freed >= far.spill_bytes - 2 * sum(r.bytes // r.count for r in away)
 
 
-def test_boundaries_are_spilled_below_the_floor(spill):
+def test_region_inputs_are_spilled_below_the_floor(spill):
     step, args = network(4096, 64)
     floor = jdelta.plan(step, 1.0, *args, pin={"*": "recompute"}).floor
     with pytest.raises(jdelta.BudgetError):

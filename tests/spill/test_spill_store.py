@@ -445,7 +445,7 @@ def test_rates_are_those_of_the_device(checksum):
     assert 0.3 * 40e6 < rates.write < 1.1 * 40e6
     assert 0.3 * 20e6 < rates.read < 1.1 * 20e6
     assert rates_of(spill) is rates
-    later = rates_of(spill, again=True)
+    later = rates_of(spill, remeasure=True)
     assert later is not rates
     assert rates_of(spill) is later
 

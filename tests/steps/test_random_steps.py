@@ -24,7 +24,7 @@ from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import Pins
-from jdelta._src.residuals.region_inputs import with_boundaries
+from jdelta._src.residuals.region_inputs import with_region_inputs
 from jdelta._src.residuals.residual import residuals
 from tests.planning import under
 from tests.random_steps import LAYER_FORMS, arguments, forms, step_of
@@ -119,13 +119,13 @@ def test_what_enters_a_unit_is_moved_where_it_is_said_to_be_read(layers, tmp_pat
     def run(form):
         step = step_of(form, jdelta.remat)
         found = trace(step, *args)
-        priced = with_boundaries(found, target)
-        given = {r.name: Decision.SPILL if r.boundary else Decision.SAVE for r in priced}
+        priced = with_region_inputs(found, target)
+        given = {r.name: Decision.SPILL if r.region_input else Decision.SAVE for r in priced}
         names = given | {r.entering: given[r.name] for r in priced if r.entering}
         policy = Policy.of(names, found.loops, CPU, partly=found.partly)
         planned_step = Step(step, args, (), target, found.aliases, found.automatic, store=store)
         moved = {place.name for place in emit(planned_step, policy).spilled.places.values()}
-        read = {r.name for r in priced if r.boundary and r.needed}
+        read = {r.name for r in priced if r.region_input and r.needed}
         assert {r.name for r in priced if {r.name, r.entering} & moved} == read
 
     run()

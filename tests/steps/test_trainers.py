@@ -16,7 +16,7 @@ from jdelta._src.backends.target import resolve
 from jdelta._src.passes.emit import Step, emit
 from jdelta._src.program.loop_nest import Nest
 from jdelta._src.regions.trace import trace
-from jdelta._src.residuals.region_inputs import with_boundaries
+from jdelta._src.residuals.region_inputs import with_region_inputs
 from jdelta._src.residuals.residual import residuals
 from tests.compilers import TARGETS
 from tests.frameworks import LAYERS, mean_square
@@ -144,8 +144,8 @@ def test_one_iteration_of_a_loop_around_the_gradient_counts(habit, times, remat)
 
 def test_weights_that_a_loop_carries_enter_no_region():
     step, args = unrolled_steps(64, 32)
-    priced = with_boundaries(trace(step, *args), resolve(TPU))
-    entering = [r for r in priced if r.boundary]
+    priced = with_region_inputs(trace(step, *args), resolve(TPU))
+    entering = [r for r in priced if r.region_input]
     assert entering
     assert {r.shape for r in entering} == {(64, 32)}
     assert {(r.count, r.repeats, r.loops) for r in entering} == {(1, STEPS, 0)}

@@ -84,8 +84,8 @@ def _looking3(method: Callable[..., Any], look: Callable[[Any, Jaxpr], None]) ->
 
 def remat3_body(eqn: Eqn) -> Jaxpr | None:
     """The body of a ``jax.checkpoint`` made with ``jax_remat3`` on; None for other equations."""
-    given: Any = eqn.params.get("_prim")
-    return given.jaxpr if type(given).__name__ == "RematTraced" else None
+    prim: Any = eqn.params.get("_prim")
+    return prim.jaxpr if type(prim).__name__ == "RematTraced" else None
 
 
 def is_shielded(eqn: Eqn) -> bool:
@@ -143,9 +143,9 @@ def named_value(eqn: Eqn) -> str | None:
     """The name that a ``checkpoint_name`` equation gives; None for any other equation."""
     if eqn.primitive is primitives.name_p:
         return eqn.params["name"]
-    given: Any = eqn.params.get("_prim")  # with jax_remat3 on
-    is_name = type(given).__name__ in ("CheckpointName", "CheckpointNameFwd")
-    return given.name if is_name else None
+    prim: Any = eqn.params.get("_prim")  # with jax_remat3 on
+    is_name = type(prim).__name__ in ("CheckpointName", "CheckpointNameFwd")
+    return prim.name if is_name else None
 
 
 def plain(eqn: Eqn) -> Eqn:

@@ -17,12 +17,12 @@ _ONCE = frozenset({"InternalMutableArrayEffect", "FfiEffect"})
 """Effects that ``jax.checkpoint`` takes, though what has them cannot be done again."""
 
 
-def happens_once(made: Any) -> bool:
+def happens_once(eqn_or_jaxpr: Any) -> bool:
     """Whether an equation, or a program, has something in it that must not be done again.
 
     What is given a ref may have rules of its own that write it, of which its effects say nothing.
     """
-    return any(map(_is_once, made.effects)) or any(map(is_ref, made.invars))
+    return any(map(_is_once, eqn_or_jaxpr.effects)) or any(map(is_ref, eqn_or_jaxpr.invars))
 
 
 def _is_once(effect: Any) -> bool:
@@ -41,9 +41,9 @@ def effects_of(inputs: Iterable[Var], eqns: Iterable[Any]) -> frozenset[Any]:
     return frozenset(e for e in unique if not _is_of_ref(e) or getattr(e, "input", None) in refs)
 
 
-def effects_on(made: Any, became: Mapping[Var, Atom]) -> Any:
+def effects_on(eqn: Any, became: Mapping[Var, Atom]) -> Any:
     """The effects of an equation that other variables stand in."""
-    return core.subst_input_effects(made.effects, became)
+    return core.subst_input_effects(eqn.effects, became)
 
 
 def by_position(jaxpr: Any) -> Any:

@@ -123,7 +123,7 @@ def complex_equation(parts: Sequence[Var], target: Var, like: Eqn) -> Eqn:
 def _complex_equations(dtype: Any) -> Sequence[Eqn]:
     """Equations that take a complex value apart and put it together, as templates."""
 
-    def again(x: Any) -> Any:
+    def rebuilt(x: Any) -> Any:
         return jax.lax.complex(jax.lax.real(x), jax.lax.imag(x))
 
-    return open_jaxpr(jaxpr_of(again, np.zeros((), dtype))).eqns
+    return open_jaxpr(jaxpr_of(rebuilt, np.zeros((), dtype))).eqns

@@ -178,8 +178,8 @@ def with_equations(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
 
 def with_outputs(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
     """A closed jaxpr with some of its outputs only, and without what they do not depend on."""
-    whole: Any = open_jaxpr(jaxpr)
-    inner, _ = partial_eval.dce_jaxpr(whole, list(used), instantiate=True)
+    full_jaxpr: Any = open_jaxpr(jaxpr)
+    inner, _ = partial_eval.dce_jaxpr(full_jaxpr, list(used), instantiate=True)
     return _closed(inner, consts_of(jaxpr))
 
 

@@ -23,7 +23,7 @@ def outside_of(fun: Callable[..., Any]) -> Callable[..., Any]:
         split = _Split(around, core.trace_ctx.trace)
         with core.set_current_trace(split):
             results = fun(*jax.tree.map(split.own, args))
-        return jax.tree.map(split.given, results)
+        return jax.tree.map(split.inner_value, results)
 
     return staged
 
@@ -41,7 +41,7 @@ class _Split(core.Trace):
         """A value of the inner trace."""
         return _Own(self, value)
 
-    def given(self, value: Any) -> Any:
+    def inner_value(self, value: Any) -> Any:
         """What the inner trace calls a value."""
         return value.inner if self._is_own(value) else value
 
@@ -53,7 +53,7 @@ class _Split(core.Trace):
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: Any, /) -> Any:
         trace = self.inner if any(map(self._is_own, tracers)) else self.around
-        args = list(map(self.given, tracers))
+        args = list(map(self.inner_value, tracers))
         results = primitive.bind_with_trace(trace, args, tuple(map(core.typeof, args)), params)
         if trace is self.around:
             return results

@@ -125,7 +125,7 @@ def shardings_of(closed: Jaxpr, args: Any, platform: str) -> Shardings:
         if var not in specs or parts_of(spec) < parts_of(specs[var]):  # a body that is called twice
             specs[var] = spec
     for var, sharding, leaf in zip(_jax.open_jaxpr(closed).invars, shardings, leaves, strict=True):
-        specs[var] = _given(sharding, np.ndim(leaf))
+        specs[var] = _argument_spec(sharding, np.ndim(leaf))
     named = {
         name: eqn.outvars[0]
         for eqn in _jax.equations(closed)
@@ -143,7 +143,7 @@ def _mesh_shape(sharding: Any) -> Mapping[str, int]:
     return sharding.mesh.shape if isinstance(sharding, NamedSharding) else {}
 
 
-def _given(sharding: Any, rank: int) -> Spec:
+def _argument_spec(sharding: Any, rank: int) -> Spec:
     """The specification of an argument."""
     if not isinstance(sharding, NamedSharding):
         return ()

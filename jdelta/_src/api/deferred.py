@@ -44,11 +44,11 @@ class DeferredPlan:
             donate_argnums: As in ``jax.jit``; default: those given to ``jdelta.plan``.
             donate_argnames: As in ``jax.jit``; default likewise.
         """
-        given = together(donate_argnums, donate_argnames)
-        donate = self._step.donate if given is None else self._step.normal("donate", given)
+        arguments = together(donate_argnums, donate_argnames)
+        donate = self._step.donate if arguments is None else self._step.normal("donate", arguments)
         step = replace(self._step, donate=donate)
-        made = _Deferred(step, functools.partial(self._make, step, self.budget, **self.options))
-        return functools.update_wrapper(made, self.step_fn, updated=())
+        deferred = _Deferred(step, functools.partial(self._make, step, self.budget, **self.options))
+        return functools.update_wrapper(deferred, self.step_fn, updated=())
 
     def __call__(self, /, *_: Any, **__: Any) -> Any:
         """Refused: there are no decisions yet."""

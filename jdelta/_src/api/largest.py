@@ -87,8 +87,8 @@ def largest(
         >>> w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
         >>> def make_args(rows):
         ...     return w, jax.ShapeDtypeStruct((rows, 64), jnp.float32)
-        >>> found = jdelta.largest(step, make_args, "1MiB", step=128)
-        >>> found.plan.compiled_peak <= 2**20 and found.size % 128 == 0
+        >>> result = jdelta.largest(step, make_args, "1MiB", step=128)
+        >>> result.plan.compiled_peak <= 2**20 and result.size % 128 == 0
         True
     """
     tried: list[tuple[int, int | None, float | None]] = []
@@ -96,15 +96,15 @@ def largest(
 
     def fits(size: int) -> bool:
         try:
-            made = plan(step_fn, budget, *make_args(size), **options)
+            candidate = plan(step_fn, budget, *make_args(size), **options)
         except (BudgetError, TraceError) as error:
             if error.floor is None:
                 raise
             tried.append((size, None, None))
             return False
-        tried.append((size, made.compiled_peak, made.overhead_share))
-        plans[size] = made
-        return overhead is None or made.overhead_share <= overhead
+        tried.append((size, candidate.compiled_peak, candidate.overhead_share))
+        plans[size] = candidate
+        return overhead is None or candidate.overhead_share <= overhead
 
     size = bisected(fits, step=step)
     return Largest(size, plans.get(size), tuple(tried))

@@ -116,26 +116,26 @@ def explain_oom(
     where = resolve(target, call.placed)
     call = call.abstract(where)
     step = Step(call.fun, call.args, call.donated(asked.donate), where, {})
-    found = trace(call.fun, *call.args, platform=where.platform)
-    line = timeline(found.graph, Compiler(where.backend))
-    needed = line.peak + fixed_bytes(found.graph, step)
-    made, floor = None, None
+    step_trace = trace(call.fun, *call.args, platform=where.platform)
+    line = timeline(step_trace.graph, Compiler(where.backend))
+    needed = line.peak + fixed_bytes(step_trace.graph, step)
+    fitting_plan, floor = None, None
     try:
         told["target"] = target
-        made = plan(step_fn, None, *args, **own, **told)
+        fitting_plan = plan(step_fn, None, *args, **own, **told)
     except (BudgetError, TraceError) as error:
         if error.floor is None:
             raise
         floor = error.floor
-    alive = [*_arguments(call), *_temporaries(line, found)]
+    alive = [*_arguments(call), *_temporaries(line, step_trace)]
     return OutOfMemory(
         target=where.name,
         memory=where.memory,
         needed=needed,
         alive=tuple(sorted(alive, key=lambda a: -a.bytes)),
-        plan=made,
+        plan=fitting_plan,
         floor=floor,
-        remedies=tuple(_remedies(step, needed, made, floor, found.uncut)),
+        remedies=tuple(_remedies(step, needed, fitting_plan, floor, step_trace.uncut)),
     )
 
 
@@ -157,12 +157,12 @@ def _arguments(call: Call) -> list[Alive]:
     ]
 
 
-def _temporaries(line: Timeline, found: Trace) -> list[Alive]:
+def _temporaries(line: Timeline, step_trace: Trace) -> list[Alive]:
     """Buffers alive at the simulated peak, those that are made alike together.
 
     With what the operation that runs then takes for itself.
     """
-    values, names = line.graph.values, labels(line.graph, found.plan_name)
+    values, names = line.graph.values, labels(line.graph, step_trace.plan_name)
     alive = line.alive(line.peak_index)
     count = Counter((_alike(names[v]), values[v]) for v in alive)
     rows = [Alive("temporary", name, _shape(v), n, n * v.bytes) for (name, v), n in count.items()]
@@ -185,7 +185,7 @@ def _alike(name: str) -> str:
 
 
 def _remedies(
-    step: Step, needed: int, made: Plan | None, floor: int | None, uncut: str
+    step: Step, needed: int, fitting_plan: Plan | None, floor: int | None, uncut: str
 ) -> Iterator[str]:
     target = step.target
     if needed <= target.memory:
@@ -194,11 +194,12 @@ def _remedies(
         yield (
             f"Donate what the step returns anew (donate_argnums): up to {format_bytes(same)} less."
         )
-    if made is not None and made.policy is not None:
+    if fitting_plan is not None and fitting_plan.policy is not None:
         yield (
-            f"jdelta.jit(step_fn, budget={made.budget}) fits with a compiled peak of "
-            f"{format_bytes(made.compiled_peak)}, for {format_seconds(made.overhead)} more a step "
-            f"({made.overhead_share:.1%}, predicted)."
+            f"jdelta.jit(step_fn, budget={fitting_plan.budget}) fits with a compiled peak of "
+            f"{format_bytes(fitting_plan.compiled_peak)}, for "
+            f"{format_seconds(fitting_plan.overhead)} more a step "
+            f"({fitting_plan.overhead_share:.1%}, predicted)."
         )
     if floor is not None:
         yield from (uncut,) if uncut else ()
@@ -211,9 +212,9 @@ def _remedies(
 
 def _donatable(step: Step) -> int:
     """Bytes of results that have the shape of an argument."""
-    given = Counter(map(_kind, jax.tree.leaves(step.args)))
+    argument_kinds = Counter(map(_kind, jax.tree.leaves(step.args)))
     leaves: list[Any] = jax.tree.leaves(jax.eval_shape(step.fun, *step.args))
-    taken = given & Counter(map(_kind, leaves))
+    taken = argument_kinds & Counter(map(_kind, leaves))
     return sum(n * math.prod(shape) * dtype.itemsize for (shape, dtype), n in taken.items())
 
 

@@ -112,7 +112,7 @@ def plan(
     spill: str | Spill | None = None,
     reorder: bool = False,
     history: History | None = None,
-    **given: Any,
+    **named: Any,
 ) -> Plan: ...
 def plan(
     step_fn: Callable[..., Any],
@@ -132,7 +132,7 @@ def plan(
     spill: str | Spill | None = None,
     reorder: bool = False,
     history: History | None = None,
-    **given: Any,
+    **named: Any,
 ) -> Plan | DeferredPlan:
     """Plan a training step to a memory budget, compile it under the plan and check it.
 
@@ -183,7 +183,7 @@ def plan(
         history: What plans of the same step with other budgets have learnt, a ``jdelta.History()``
             that is given to each of them: a plan that was found for a smaller budget is not missed
             then. Default: the plan depends on the other arguments alone.
-        **given: Arguments of the step that are given by name.
+        **named: Arguments of the step that are given by name.
 
     Returns:
         A ``Plan``; without ``args`` a ``DeferredPlan``.
@@ -233,16 +233,16 @@ def plan(
         "reorder": reorder,
         "history": history,
     }
-    check_options(step, given, _OPTIONS)
+    check_options(step, named, _OPTIONS)
     for option, (expected, kinds) in _KINDS.items():
         check_kind(step, option, options[option], kinds, expected)
     options["solver"] = _solver(solver)
     options["spill"] = None if spill is None else Spill.of(spill)
     if budget is not None:
         parse_budget(budget)
-    if not args and not given:
+    if not args and not named:
         return DeferredPlan(step_fn, budget, options, step, _plan)
-    return _plan(step, budget, call_of(step, args, given), **options)
+    return _plan(step, budget, call_of(step, args, named), **options)
 
 
 @overload
@@ -319,7 +319,7 @@ def _plan(
             f"that {where.name} has. Leave it out to use what there is."
         )
     if isinstance(pin, Mapping):
-        pin = {_pattern(given): Decision(decision) for given, decision in pin.items()}
+        pin = {_pattern(pattern): Decision(decision) for pattern, decision in pin.items()}
     call = call.abstract(where)
     placed, out_shardings = call.args, call.out_shardings
     donate = call.donated(asked.donate)
@@ -332,10 +332,10 @@ def _plan(
     def traced(grouping: Grouping) -> Trace:
         return trace(call.fun, *placed, grouping=grouping, platform=where.platform)
 
-    def step(found: Trace) -> Step:
-        how = found.automatic, found.grouping, store
-        kept = {"outside": found.outside, "out_shardings": out_shardings}
-        return Step(call.fun, placed, donate, where, found.aliases, *how, **kept)
+    def step(step_trace: Trace) -> Step:
+        how = step_trace.automatic, step_trace.grouping, store
+        kept = {"outside": step_trace.outside, "out_shardings": out_shardings}
+        return Step(call.fun, placed, donate, where, step_trace.aliases, *how, **kept)
 
     history = history or History()
     planning = Planning(traced, step, host_room, files, pin, solver, per_layer, history)
@@ -345,8 +345,8 @@ def _plan(
             chosen = updates_in_loops.result(planning, plain, bound)
         else:
             chosen = updates_in_loops.Result(*planning.result(bound))
-    search, result = chosen.search, chosen.found
-    found, best = search.trace, result.best
+    search, result = chosen.search, chosen.outcome
+    chosen_trace, best = search.trace, result.best
     own = search.own_recompute()
     room = math.inf if spill is None or spill.limit_bytes is None else spill.limit_bytes
     verify(best, search.items.residuals, Limits(result.budget, host_room, room))
@@ -365,14 +365,14 @@ def _plan(
             reorder=bool(reorder),
         ),
         program=ProgramIdentity(
-            fingerprint=found.fingerprint, arguments=described(call), versions=versions()
+            fingerprint=chosen_trace.fingerprint, arguments=described(call), versions=versions()
         ),
         answer=Answer(
             policy=best.emission.policy,
             residuals=search.items.residuals,
             pinned=_decided(search.items.pinned),
-            aliases=tuple(found.aliases.items()),
-            grouping=found.grouping,
+            aliases=tuple(chosen_trace.aliases.items()),
+            grouping=chosen_trace.grouping,
             updates_moved=chosen.saved,
         ),
         figures=Figures(
@@ -385,7 +385,7 @@ def _plan(
             spill_rates=rates,
             overlap=measurement.overlap,
             overhead=max(0.0, best.overhead - own) if best.decisions else 0.0,
-            step_seconds=program_seconds(found.graph, where.rates, where.backend) + own,
+            step_seconds=program_seconds(chosen_trace.graph, where.rates, where.backend) + own,
             undone=measurement.undone,
         ),
         search=SearchRecord(
@@ -418,19 +418,23 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
     return Store(spill, by_callback=calls), rates
 
 
-def _result(found: Found, items: Items) -> str:
-    if found.best.decisions is None:
+def _result(search_result: Found, items: Items) -> str:
+    if search_result.best.decisions is None:
         return "The plain step fits: nothing is rematerialised."
-    if all(r.name in items.pinned or r.boundary for r in items.residuals if r.needed):
+    if all(r.name in items.pinned or r.region_input for r in items.residuals if r.needed):
         return "The decisions fit; all of them were taken by hand (pin=)."
-    result = (found.best.outcome or Outcome.HEURISTIC).value
-    if refused := found.refused:
+    result = (search_result.best.outcome or Outcome.HEURISTIC).value
+    if refused := search_result.refused:
         return (
             f"{result} {NEXT_IS_TOO_LARGE}: with "
             f"{format_some(refused.names, 3)} ({format_bytes(refused.bytes)}) kept too the step "
             f"takes {format_bytes(refused.peak)}."
         )
-    return result if found.is_used or found.best.overhead >= 0 else f"{result} {_BUDGET_IS_LEFT}"
+    return (
+        result
+        if search_result.is_used or search_result.best.overhead >= 0
+        else f"{result} {_BUDGET_IS_LEFT}"
+    )
 
 
 def _host_capacity(host_budget: int | str | None, target: Target, placed: Any) -> float:
@@ -440,10 +444,10 @@ def _host_capacity(host_budget: int | str | None, target: Target, placed: Any) -
     return float(parse_host_budget(host_budget))
 
 
-def _pattern(given: Any) -> str:
-    if isinstance(given, str) and given:
-        return given
-    raise ArgumentError(f"pin: expected names of residuals or patterns, got {given!r}.")
+def _pattern(pattern: Any) -> str:
+    if isinstance(pattern, str) and pattern:
+        return pattern
+    raise ArgumentError(f"pin: expected names of residuals or patterns, got {pattern!r}.")
 
 
 def _solver(solver: str | Solver) -> Solver:

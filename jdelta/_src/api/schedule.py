@@ -144,7 +144,7 @@ def schedule(
     graph, donated = _staged(call, call.donated(step.donate), where.platform)
     compiler = Compiler(where.backend) if fused else None
     problem = problem_of(graph, compiler, places_taken(graph, donated))
-    return _schedule(problem, sum(graph.values[v].bytes for v in graph.given))
+    return _schedule(problem, sum(graph.values[v].bytes for v in graph.initial_values))
 
 
 def _staged(call: Call, donate: Sequence[int], platform: str) -> tuple[Graph, list[int]]:
@@ -152,22 +152,22 @@ def _staged(call: Call, donate: Sequence[int], platform: str) -> tuple[Graph, li
     closed = _jax.jaxpr_of(call.fun, *call.args)
     graph = graph_of(closed, shardings_of(closed, call.args, platform))
     counts = [len(jax.tree.leaves(arg)) for arg in call.args]
-    given = iter(graph.inputs)
-    leaves = [[next(given) for _ in range(count)] for count in counts]
+    inputs = iter(graph.inputs)
+    leaves = [[next(inputs) for _ in range(count)] for count in counts]
     pairs = (zip(leaves[i], jax.tree.leaves(call.args[i]), strict=True) for i in donate)
     return graph, [v for part in pairs for v, leaf in part if not is_on_host(leaf)]
 
 
 def _of_compiled(compiled: jax.stages.Compiled) -> Schedule:
     stats: Any = compiled.memory_analysis()
-    made = of_text(compiled.as_text() or "", stats.argument_size_in_bytes)
-    return dataclasses.replace(made, allocated=_allocated(stats, _counts_on_chip(compiled)))
+    result = of_text(compiled.as_text() or "", stats.argument_size_in_bytes)
+    return dataclasses.replace(result, allocated=_allocated(stats, _counts_on_chip(compiled)))
 
 
 def of_text(text: str, resident: int) -> Schedule:
     """The schedule of a compiled program by its text; `resident` are the bytes of its arguments."""
-    problem, given = compiled_problem(parse(text))
-    return _schedule(problem, resident, given)
+    problem, argument_bytes = compiled_problem(parse(text))
+    return _schedule(problem, resident, argument_bytes)
 
 
 def _allocated(stats: Any, counts_on_chip: bool) -> int:
@@ -190,10 +190,10 @@ def _counts_on_chip(compiled: jax.stages.Compiled) -> bool:
     return any(backend_of(platform).reading.counts_on_chip for platform in platforms)
 
 
-def _schedule(problem: Problem, resident: int, given: int = 0) -> Schedule:
-    """Orders and lays out; `given` bytes of the tensors are arguments and not allocated."""
-    found = arrange(problem)
-    first, last = problem.lives(found.order)
+def _schedule(problem: Problem, resident: int, argument_bytes: int = 0) -> Schedule:
+    """Orders and lays out; tensors of `argument_bytes` are arguments and not allocated."""
+    arrangement = arrange(problem)
+    first, last = problem.lives(arrangement.order)
     offsets = layout(problem.bytes, first, last)
     placements = tuple(
         Placement(problem.names[t.maker], t.name, t.bytes, int(offset), int(begin), int(end))
@@ -201,21 +201,21 @@ def _schedule(problem: Problem, resident: int, given: int = 0) -> Schedule:
         if t.bytes
     )
     return Schedule(
-        operators=tuple(problem.names[i] for i in found.order),
-        order=found.order,
-        timeline=tuple((problem.timeline(found.order) - given).tolist()),
-        peak=found.peak - given,
-        program_peak=problem.peak(problem.program) - given,
-        bound=found.bound - given,
-        arena=arena(problem.bytes, offsets) - given,
+        operators=tuple(problem.names[i] for i in arrangement.order),
+        order=arrangement.order,
+        timeline=tuple((problem.timeline(arrangement.order) - argument_bytes).tolist()),
+        peak=arrangement.peak - argument_bytes,
+        program_peak=problem.peak(problem.program) - argument_bytes,
+        bound=arrangement.bound - argument_bytes,
+        arena=arena(problem.bytes, offsets) - argument_bytes,
         placements=placements,
         resident=resident,
     )
 
 
-def _table(made: Schedule) -> str:
+def _table(result: Schedule) -> str:
     """The largest tensors alive at the peak."""
-    alive = made.at_peak
+    alive = result.at_peak
     shown = [f"{format_bytes(p.bytes):>12}  {p.kind:<36}  {p.operator}" for p in alive[:_SHOWN]]
     lines = [f"{'alive at the peak':<52}made by", *shown]
     rest = sum(p.bytes for p in alive[_SHOWN:])
@@ -224,21 +224,23 @@ def _table(made: Schedule) -> str:
     return "\n".join(lines)
 
 
-def _figures(made: Schedule) -> str:
+def _figures(result: Schedule) -> str:
     lines = {
-        "operators": f"{len(made.order)}",
-        "peak": f"{format_bytes(made.peak)} ({format_bytes(made.program_peak)} in the order given; "
-        f"no order needs less than {format_bytes(made.bound)})",
-        "arena": f"{format_bytes(made.arena)}, {_percent(made.arena, made.peak)} over the peak",
-        "arguments": format_bytes(made.resident),
+        "operators": f"{len(result.order)}",
+        "peak": f"{format_bytes(result.peak)} ({format_bytes(result.program_peak)} in the order "
+        f"given; no order needs less than {format_bytes(result.bound)})",
+        "arena": f"{format_bytes(result.arena)}, "
+        f"{_percent(result.arena, result.peak)} over the peak",
+        "arguments": format_bytes(result.resident),
     }
-    if made.allocated is not None:
+    if result.allocated is not None:
         lines["allocated"] = (
-            f"{format_bytes(made.allocated)}, "
-            f"{_percent(made.allocated, made.program_peak)} over what the compiler's order needs"
+            f"{format_bytes(result.allocated)}, "
+            f"{_percent(result.allocated, result.program_peak)} "
+            "over what the compiler's order needs"
         )
     return "\n".join(f"{label:<14}{text}" for label, text in lines.items())
 
 
-def _percent(whole: int, part: int) -> str:
-    return f"{100 * (whole / part - 1) if part else 0:.1f} %"
+def _percent(total: int, part: int) -> str:
+    return f"{100 * (total / part - 1) if part else 0:.1f} %"

@@ -93,36 +93,44 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: Options) -> Answer:
-    made = plan(
+    step_plan = plan(
         options.step, options.budget, *loading.arguments(options.args), **_planning(options)
     )
     notes: list[str] = []
     if options.output:
-        made.save(options.output)
+        step_plan.save(options.output)
         notes.append(f"written to {options.output}")
     if options.report:
-        made.report(options.report)
+        step_plan.report(options.report)
         notes.append(f"written to {options.report}")
-    return Answer(figures(made), [*_table(made), Block(notes=notes)] if notes else _table(made))
+    return Answer(
+        figures(step_plan), [*_table(step_plan), Block(notes=notes)] if notes else _table(step_plan)
+    )
 
 
-def figures(made: Plan) -> dict[str, Any]:
+def figures(step_plan: Plan) -> dict[str, Any]:
     """A plan's figures and decisions, for programs."""
-    records = (made.question, made.program, made.answer, made.figures, made.search)
+    records = (
+        step_plan.question,
+        step_plan.program,
+        step_plan.answer,
+        step_plan.figures,
+        step_plan.search,
+    )
     numbers = {
         f.name: getattr(record, f.name)
         for record in records
         for f in dataclasses.fields(record)
         if str(f.type) in ("int", "float", "str")
     }
-    return {**numbers, "decisions": {name: d.value for name, d in made.decisions.items()}}
+    return {**numbers, "decisions": {name: d.value for name, d in step_plan.decisions.items()}}
 
 
-def _table(made: Plan) -> list[Block]:
-    visible, rest = shown(rows(made.residuals, made.decisions))
+def _table(step_plan: Plan) -> list[Block]:
+    visible, rest = shown(rows(step_plan.residuals, step_plan.decisions))
     return [
         Block(HEAD, list(map(text_cells, visible)), notes=[rest] if rest else []),
-        Block(figures=summary_lines(made)),
+        Block(figures=summary_lines(step_plan)),
     ]
 
 
@@ -137,9 +145,9 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
 def _explain_command(options: Options) -> Answer:
     if options.name is None:
         return Answer(figures(options.plan), _table(options.plan))
-    found = explain.explain(options.plan, options.name)
-    record = [{**dataclasses.asdict(e), "decision": e.decision.value} for e in found]
-    return Answer(record, [Block(notes=str(e).splitlines()) for e in found])
+    explanations = explain.explain(options.plan, options.name)
+    record = [{**dataclasses.asdict(e), "decision": e.decision.value} for e in explanations]
+    return Answer(record, [Block(notes=str(e).splitlines()) for e in explanations])
 
 
 # diff
@@ -177,8 +185,8 @@ def _diff(options: Options) -> Answer:
     return Answer(record, blocks or same, code=1 if blocks else 0)
 
 
-def _figure(made: Plan, name: str) -> str:
-    value = getattr(made, name)
+def _figure(step_plan: Plan, name: str) -> str:
+    value = getattr(step_plan, name)
     if name in ("overhead", "step_seconds"):
         return format_seconds(value)
     return format_bytes(value) if isinstance(value, int) else str(value)
@@ -201,11 +209,11 @@ def _frontier_options(parser: argparse.ArgumentParser) -> None:
 def _frontier_command(options: Options) -> Answer:
     budgets = options.budget or frontier.SHARES
     args = loading.arguments(options.args)
-    found = frontier.frontier(options.step, *args, budgets=budgets, **_planning(options))
+    step_frontier = frontier.frontier(options.step, *args, budgets=budgets, **_planning(options))
     if options.plot:
         from jdelta import plot
 
-        plot.frontier(found).savefig(options.plot)
+        plot.frontier(step_frontier).savefig(options.plot)
     body = [
         (
             format_bytes(p.budget),
@@ -213,12 +221,12 @@ def _frontier_command(options: Options) -> Answer:
             format_bytes(p.host_bytes),
             f"{added:.1%}",
         )
-        for p, (_, added) in zip(found.plans, found.points, strict=True)
+        for p, (_, added) in zip(step_frontier.plans, step_frontier.points, strict=True)
     ]
-    floor = [f"floor {format_bytes(found.floor)}"] if found.floor else []
+    floor = [f"floor {format_bytes(step_frontier.floor)}"] if step_frontier.floor else []
     head = ("budget", "compiled peak", "on the host", "overhead")
-    record = {"plans": [figures(p) for p in found.plans], "floor": found.floor}
-    return Answer(record, [Block(head, body, notes=floor)], code=0 if found.plans else 3)
+    record = {"plans": [figures(p) for p in step_frontier.plans], "floor": step_frontier.floor}
+    return Answer(record, [Block(head, body, notes=floor)], code=0 if step_frontier.plans else 3)
 
 
 # max-batch, max-length
@@ -238,7 +246,7 @@ def _largest_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _largest_command(options: Options, what: str) -> Answer:
-    found = largest.largest(
+    outcome = largest.largest(
         options.step,
         functools.partial(loading.arguments, options.args),
         options.budget,
@@ -252,15 +260,15 @@ def _largest_command(options: Options, what: str) -> Answer:
             "below floor" if peak is None else format_bytes(peak),
             "" if added is None else f"{added:.1%}",
         )
-        for size, peak, added in found.tried
+        for size, peak, added in outcome.tried
     ]
     record = {
-        what: found.size,
-        "tried": found.tried,
-        "plan": figures(found.plan) if found.plan else None,
+        what: outcome.size,
+        "tried": outcome.tried,
+        "plan": figures(outcome.plan) if outcome.plan else None,
     }
-    blocks = [Block((what, "compiled peak", "overhead"), body, notes=[f"{what}: {found.size}"])]
-    return Answer(record, blocks, code=0 if found.size else 3)
+    blocks = [Block((what, "compiled peak", "overhead"), body, notes=[f"{what}: {outcome.size}"])]
+    return Answer(record, blocks, code=0 if outcome.size else 3)
 
 
 # targets
@@ -302,14 +310,14 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: Options) -> Answer:
-    made: Plan = options.plan
-    measured = recompiled(made, options.step, loading.arguments(options.args))
+    step_plan: Plan = options.plan
+    measured = recompiled(step_plan, options.step, loading.arguments(options.args))
     pairs = {
-        "compiled peak": (made.compiled_peak, measured.peak),
-        "on the host": (made.host_bytes, measured.all_host),
+        "compiled peak": (step_plan.compiled_peak, measured.peak),
+        "on the host": (step_plan.host_bytes, measured.all_host),
     }
     body = [(what, *map(format_bytes, both)) for what, both in pairs.items()]
-    over = measured.peak > made.budget
+    over = measured.peak > step_plan.budget
     same = all(planned == now for planned, now in pairs.values())
     note = "over the budget" if over else "as planned" if same else "within the budget"
     record = {what: list(both) for what, both in pairs.items()} | {"within": not over}
@@ -325,11 +333,11 @@ def _oom_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _oom_command(options: Options) -> Answer:
-    found = oom.explain_oom(options.step, *loading.arguments(options.args), **_planning(options))
-    record = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
-    record["alive"] = [dataclasses.asdict(a) for a in found.alive]
-    record["plan"] = figures(found.plan) if found.plan else None
-    return Answer(record, [Block(notes=str(found).splitlines())])
+    report = oom.explain_oom(options.step, *loading.arguments(options.args), **_planning(options))
+    record = {f.name: getattr(report, f.name) for f in dataclasses.fields(report)}
+    record["alive"] = [dataclasses.asdict(a) for a in report.alive]
+    record["plan"] = figures(report.plan) if report.plan else None
+    return Answer(record, [Block(notes=str(report).splitlines())])
 
 
 # export

@@ -51,10 +51,10 @@ def plan_file(path: str) -> Plan:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def arguments(make: Callable[..., Any], *given: Any) -> tuple[Any, ...]:
+def arguments(make: Callable[..., Any], *sizes: Any) -> tuple[Any, ...]:
     """The arguments of a step, as the user's function makes them: a tuple, or the only one."""
-    made = make(*given)
-    return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+    step_args = make(*sizes)
+    return tuple(step_args) if isinstance(step_args, (tuple, list)) else (step_args,)
 
 
 def pin(text: str) -> tuple[str, str]:

@@ -250,8 +250,10 @@ def storage(graph: Graph, compiler: Compiler) -> list[frozenset[int]]:
     softmaxes = _softmaxes(graph, compiler, readers) if compiler.backend.fusion.softmax else {}
     first = _Storage(graph, compiler, readers, softmaxes, {}).roots()
     end = len(graph.operations)
-    given = (root for v in (*graph.given, *graph.outputs) if v is not None for root in first[v])
-    last = last_reads(graph, first) | dict.fromkeys(given, end)
+    io_roots = (
+        root for v in (*graph.initial_values, *graph.outputs) if v is not None for root in first[v]
+    )
+    last = last_reads(graph, first) | dict.fromkeys(io_roots, end)
     return _Storage(graph, compiler, readers, softmaxes, last).roots()
 
 
@@ -321,10 +323,10 @@ class _Storage:
                     heavy.add(v)
             if op.primitive == "convert_element_type" and op.inputs:
                 (v,) = op.outputs
-                made = op.inputs[0], graph.values[v].dtype
+                conversion = op.inputs[0], graph.values[v].dtype
                 if v in roots[v]:
-                    converted.setdefault(made, v)
-                roots[v] = roots[converted.get(made, v)]
+                    converted.setdefault(conversion, v)
+                roots[v] = roots[converted.get(conversion, v)]
         return roots
 
     def _is_fused_away(self, value: int, below: frozenset[int], *, is_heavy: bool) -> bool:
@@ -393,5 +395,5 @@ def _softmaxes(
         return result if "reduce_sum" in reading and len(reading) > 1 else None
 
     products = (op.outputs[0] for op in graph.operations if op.primitive in MATMULS)
-    found = ((product, exponential(product)) for product in products)
-    return {product: made for product, made in found if made is not None}
+    pairs = ((product, exponential(product)) for product in products)
+    return {product: exp for product, exp in pairs if exp is not None}

@@ -49,8 +49,8 @@ _Rule: TypeAlias = Callable[[Graph, Operation], Iterator[Collective]]
 def collectives(graph: Graph, op: Operation) -> list[Collective]:
     """The exchanges that an operation takes, without those in its body."""
     rule = _RULES.get(op.primitive)
-    found = rule(graph, op) if rule else _aligned(graph, op) if _is_aligned(op) else ()
-    return [one for one in found if one.devices > 1 and one.bytes]
+    exchanges = rule(graph, op) if rule else _aligned(graph, op) if _is_aligned(op) else ()
+    return [one for one in exchanges if one.devices > 1 and one.bytes]
 
 
 def collective_seconds(graph: Graph, op: Operation, rates: Rates) -> float:
@@ -79,7 +79,7 @@ def _spec(value: Value) -> Spec:
     return value.spec or ((),) * len(value.shape)
 
 
-def _whole(value: Value, over: Sequence[Axis]) -> int:
+def _full_bytes(value: Value, over: Sequence[Axis]) -> int:
     return value.bytes * parts(over)
 
 
@@ -89,7 +89,7 @@ def _reduced(value: Value, over: Axes) -> Iterator[Collective]:
     scattered = tuple(axis for axis in over if axis in kept)
     summed = tuple(axis for axis in over if axis not in kept)
     if scattered:
-        yield Collective("reduce-scatter", _whole(value, scattered), parts(scattered))
+        yield Collective("reduce-scatter", _full_bytes(value, scattered), parts(scattered))
     if summed:
         yield Collective("all-reduce", value.bytes, parts(summed))
 
@@ -104,7 +104,7 @@ def _moved(value: Value, wanted: Sequence[Axes]) -> Iterator[Collective]:
     if crossing:
         yield Collective("all-to-all", value.bytes, parts(crossing))
     if gathered:
-        yield Collective("all-gather", _whole(value, gathered), parts(gathered))
+        yield Collective("all-gather", _full_bytes(value, gathered), parts(gathered))
 
 
 def _dot(graph: Graph, op: Operation) -> Iterator[Collective]:

@@ -74,7 +74,7 @@ def timeline(
     roots = storage(graph, compiler)
     sizes = stored_sizes(graph, compiler)
     last = last_reads(graph, roots)
-    fixed = {r for v in (*graph.given, *graph.outputs) if v is not None for r in roots[v]}
+    fixed = {r for v in (*graph.initial_values, *graph.outputs) if v is not None for r in roots[v]}
     producers = graph.producers()
     ends: list[list[int]] = [[] for _ in graph.operations]
     for value, index in last.items():
@@ -91,10 +91,10 @@ def timeline(
     workspace: list[int] = []
     now = sum(sizes[v] for v in copied)
     for index, op in enumerate(graph.operations):
-        made = [v for v in op.outputs if v in roots[v] and v not in fixed and v in last]
-        new = sum(sizes[v] for v in made)
-        dying = Counter(sizes[v] for v in ends[index] if v not in made and v not in tied)
-        over = dying & Counter(sizes[v] for v in made)  # buffers of one size
+        results = [v for v in op.outputs if v in roots[v] and v not in fixed and v in last]
+        new = sum(sizes[v] for v in results)
+        dying = Counter(sizes[v] for v in ends[index] if v not in results and v not in tied)
+        over = dying & Counter(sizes[v] for v in results)  # buffers of one size
         shared = sum(over.elements()) if overwrites(op, compiler) else 0
         body = op.body and body_timeline(op, op.body, compiler)
         frees = any(roots[v] and roots[v].issubset(ends[index]) for v in op.inputs)
@@ -128,7 +128,7 @@ def _recomputed_late(graph: Graph) -> Graph:
     first: dict[int, int] = {}
     for index in reversed(place):
         op = graph.operations[index]
-        if op.again and op.primitive != TRANSFER:
+        if op.recomputed and op.primitive != TRANSFER:
             place[index] = min((first[v] for v in op.outputs if v in first), default=index)
         first.update((v, min(place[index], first.get(v, place[index]))) for v in op.inputs)
     order = sorted(range(len(place)), key=place.__getitem__)
@@ -153,14 +153,14 @@ def _conversions(graph: Graph, compiler: Compiler) -> list[int]:
     All loops that read a value share its conversion; a stack that a loop made is one already.
     """
     changes = [0] * (len(graph.operations) + 1)
-    made = {v for op in graph.operations if op.primitive == "scan" for v in op.outputs}
+    loop_outputs = {v for op in graph.operations if op.primitive == "scan" for v in op.outputs}
     spans: dict[int, tuple[int, int]] = {}
     for index, op in enumerate(graph.operations):
         if op.primitive == "scan" and op.body is not None:
             only = read_narrowly(op.body)
             consts, carry = _jax.scan_counts(op.params)
             for at, (v, inside) in enumerate(zip(op.inputs, op.body.inputs, strict=True)):
-                if v not in made and inside in only and not consts <= at < consts + carry:
+                if v not in loop_outputs and inside in only and not consts <= at < consts + carry:
                     spans[v] = spans.get(v, (index, index))[0], index
     for v, (first, last) in spans.items():
         size = compiler.converted_bytes(graph.values[v])

@@ -34,7 +34,7 @@ def operation_seconds(
     roots: Sequence[frozenset[int]],
     rates: Rates,
     backend: Backend,
-    there: frozenset[int] = frozenset(),
+    spared: frozenset[int] = frozenset(),
 ) -> float:
     """Seconds of one execution of an operation on one device.
 
@@ -44,14 +44,14 @@ def operation_seconds(
         roots: For each value the buffers it is read from, as ``storage`` gives them.
         rates: Rates of the target.
         backend: Compiler and devices of the target.
-        there: Buffers that it need not read: it runs along with what does, or changes a part of
+        spared: Buffers that it need not read: it runs along with what does, or changes a part of
             them in place.
     """
     if op.body is not None:
         return max(_loop_seconds(op, body, rates, backend) for body in op.bodies)
     if is_free(op):
         return 0.0
-    moved = moved_bytes(graph, op, roots, there) / rates.bandwidth
+    moved = moved_bytes(graph, op, roots, spared) / rates.bandwidth
     compiler = Compiler(backend)
     arithmetic = _arithmetic(graph, op, rates, compiler)
     masked = compiler.masked_copies(graph, op) / rates.bandwidth
@@ -81,8 +81,8 @@ def _arithmetic(graph: Graph, op: Operation, rates: Rates, compiler: Compiler) -
     if op.primitive == "pallas_call":
         return _kernel(op, rates, compiler)
     if op.primitive in BITS:
-        made = math.prod(graph.values[op.outputs[-1]].local)  # a new key comes before it
-        return compiler.bits_work(rbg=_is_by_xla(graph, op)) * made / rates.integer
+        elements = math.prod(graph.values[op.outputs[-1]].local)  # a new key comes before it
+        return compiler.bits_work(rbg=_is_by_xla(graph, op)) * elements / rates.integer
     if bodies := programs(op):
         return max(_inside(graph_of(body), rates, compiler) for body in bodies)
     done = work(graph, op)

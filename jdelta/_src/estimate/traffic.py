@@ -21,7 +21,7 @@ _PARTIAL_READS = SPLITS | frozenset({"slice", "dynamic_slice", "gather"})
 
 
 def moved_bytes(
-    graph: Graph, op: Operation, roots: Sequence[frozenset[int]], there: frozenset[int]
+    graph: Graph, op: Operation, roots: Sequence[frozenset[int]], spared: frozenset[int]
 ) -> float:
     """Bytes read and written; nothing for what is computed inside its readers.
 
@@ -29,21 +29,21 @@ def moved_bytes(
         graph: The program the operation is part of.
         op: The operation.
         roots: For each value the buffers it is read from, as ``storage`` gives them.
-        there: Buffers that it need not read; an operand among them is changed in place.
+        spared: Buffers that it need not read; an operand among them is changed in place.
     """
     written = [v for v in op.outputs if v in roots[v]]
-    if op.primitive in UPDATES and roots[op.inputs[0]] <= there:
-        return _updated(graph, op, roots, there)
+    if op.primitive in UPDATES and roots[op.inputs[0]] <= spared:
+        return _updated(graph, op, roots, spared)
     if not written:
         return 0.0
     out = sum(graph.values[v].bytes for v in written)
     if op.primitive in _PARTIAL_READS:
         return 2.0 * out
-    return out + _bytes_read(graph, op, roots, there)
+    return out + _bytes_read(graph, op, roots, spared)
 
 
 def _bytes_read(
-    graph: Graph, op: Operation, roots: Sequence[frozenset[int]], there: frozenset[int]
+    graph: Graph, op: Operation, roots: Sequence[frozenset[int]], spared: frozenset[int]
 ) -> float:
     """Bytes of the buffers that an operation reads, each once.
 
@@ -52,24 +52,24 @@ def _bytes_read(
     """
     read: dict[int, float] = {}
     for v in op.inputs:
-        for root in roots[v] - there:
+        for root in roots[v] - spared:
             share = 1.0 if v == root else _share(graph.values[v], graph.values[root])
             read[root] = min(1.0, read.get(root, 0.0) + share)
     return sum(share * graph.values[root].bytes for root, share in read.items())
 
 
-def _share(part: Value, whole: Value) -> float:
+def _share(part: Value, buffer: Value) -> float:
     """Elements of a value per element of another, at most one."""
-    count = math.prod(whole.local)
+    count = math.prod(buffer.local)
     return min(1.0, math.prod(part.local) / count) if count else 1.0
 
 
 def _updated(
-    graph: Graph, op: Operation, roots: Sequence[frozenset[int]], there: frozenset[int]
+    graph: Graph, op: Operation, roots: Sequence[frozenset[int]], spared: frozenset[int]
 ) -> float:
     """Bytes for a part that is overwritten, or read, combined and written."""
     part = graph.values[op.inputs[1 if op.primitive == "dynamic_update_slice" else -1]].bytes
-    read = frozenset[int]().union(*(roots[v] for v in op.inputs[1:])) - there
+    read = frozenset[int]().union(*(roots[v] for v in op.inputs[1:])) - spared
     passes = 2 if "-" in op.primitive else 1  # scatter-add
     return float(passes * part + sum(graph.values[v].bytes for v in read))
 
@@ -103,8 +103,10 @@ def _overwritten(
     that is unfolded they have been, in an earlier iteration.
     """
     last = last_reads(graph, roots)
-    kept = ({*graph.given} - {*own}) | {r for v in graph.outputs if v is not None for r in roots[v]}
-    found: dict[int, frozenset[int]] = {}
+    kept = ({*graph.initial_values} - {*own}) | {
+        r for v in graph.outputs if v is not None for r in roots[v]
+    }
+    buffers: dict[int, frozenset[int]] = {}
     for index, op in enumerate(graph.operations):
         if op.primitive not in UPDATES:
             continue
@@ -112,8 +114,8 @@ def _overwritten(
         size = graph.values[op.inputs[0]].bytes
         is_there = op.times > 1 or [graph.values[r].bytes for r in operand] == [size]
         if is_there and all(last[r] == index and r not in kept for r in operand):
-            found[index] = operand
-    return found
+            buffers[index] = operand
+    return buffers
 
 
 def _read(op: Operation, roots: Sequence[frozenset[int]]) -> frozenset[int]:
@@ -135,9 +137,9 @@ def _read_along(
         roots: For each value the buffers it is read from.
         compiler: What compiles it.
     """
-    found: dict[int, frozenset[int]] = {}
+    spared: dict[int, frozenset[int]] = {}
     if not compiler.backend.fusion.merges_sums:
-        return found
+        return spared
     # All of these are sets of bits, one for each operation.
     kernels: dict[int, int] = {}  # of each buffer: what can be run along with
     above: dict[int, int] = {}  # of each buffer: what of all that it is computed from
@@ -147,24 +149,24 @@ def _read_along(
         read, bit = _read(op, roots), 1 << index
         before = {root: above.get(root, 0) for root in read}
         others = {root: _union(b for r, b in before.items() if r != root) for root in read}
-        made = [v for v in op.outputs if v in roots[v]]
+        written = [v for v in op.outputs if v in roots[v]]
         if op.primitive in SUMS:
-            again = {r for r in read if kernels.get(r, 0) & others[r]}
-            joined = {r for r in read if r in kernels} - again
+            reread = {r for r in read if kernels.get(r, 0) & others[r]}
+            joined = {r for r in read if r in kernels} - reread
             kernels |= {r: bit | (kernels[r] if r in joined else 0) for r in read}
             if compiler.reduces_rows_as_it_reads(graph, op):
-                chained = {r for r in again if rows.get(r, 0) & others[r]}
+                chained = {r for r in reread if rows.get(r, 0) & others[r]}
                 softmaxes |= {r: bit | softmaxes.get(r, 0) for r in chained}
                 rows |= {r: bit | rows.get(r, 0) for r in read}
                 joined |= chained
-            found[index] = frozenset(joined)
+            spared[index] = frozenset(joined)
         elif compiler.runs_sums_along(op):
-            kernels |= dict.fromkeys(made, bit)
-            found[index] = frozenset(r for r in read if softmaxes.get(r, 0) & others[r])
+            kernels |= dict.fromkeys(written, bit)
+            spared[index] = frozenset(r for r in read if softmaxes.get(r, 0) & others[r])
         else:
             bit = 0
-        above |= dict.fromkeys(made, bit | _union(before.values()))
-    return found
+        above |= dict.fromkeys(written, bit | _union(before.values()))
+    return spared
 
 
 def _union(bits: Iterable[int]) -> int:
@@ -187,12 +189,16 @@ def stacked_bytes(
     consts, carry = scan_counts(loop.params)
     reading = [op for op in body.operations if op.primitive not in _PASSED_ON]
     products = (op.outputs[0] for op in reading if op.primitive in MATMULS)
-    elsewhere = {*body.given, *products, *(root for op in reading for root in _read(op, roots))}
-    made = [v for v in body.outputs[carry:] if v is not None]
+    elsewhere = {
+        *body.initial_values,
+        *products,
+        *(root for op in reading for root in _read(op, roots)),
+    }
+    stacked = [v for v in body.outputs[carry:] if v is not None]
     rows = {v for op in body.operations if compiler.copies_rows(op) for v in op.inputs}
-    copied = [v for v in made if roots[v] & elsewhere]
+    copied = [v for v in stacked if roots[v] & elsewhere]
     copied += [v for v in body.inputs[consts + carry :] if v in rows]
-    return sum(body.values[v].bytes for v in (*made, *copied, *copied))
+    return sum(body.values[v].bytes for v in (*stacked, *copied, *copied))
 
 
 def stacked_passes(
@@ -208,12 +214,12 @@ def stacked_passes(
     """
     if not compiler.backend.loops.writes_for_stacks:
         return {}
-    made = {v for op in forward for v in op.outputs}
+    results = {v for op in forward for v in op.outputs}
     in_forward = {id(op) for op in forward}
     program = [op for op in graph.operations if id(op) in in_forward or op.primitive in VIEWS]
-    outputs = [base[v] for v in graph.outputs if v is not None and base[v] in made]
+    outputs = [base[v] for v in graph.outputs if v is not None and base[v] in results]
     roots = storage(replace(graph, operations=program, outputs=outputs), compiler)
-    passes = {v: int(v not in roots[v]) for v in made}
+    passes = {v: int(v not in roots[v]) for v in results}
     if not compiler.backend.loops.copies_into_stacks:
         return passes
     backward = (op for op in graph.operations if id(op) not in in_forward)
@@ -221,4 +227,4 @@ def stacked_passes(
     copied = {base[v] for op in reading for v in op.inputs}
     copied |= {op.outputs[0] for op in forward if op.primitive in MATMULS}
     rows = {base[v] for op in backward if compiler.copies_rows(op) for v in op.inputs}
-    return {v: 1 + passes[v] + 2 * (v in copied) + 2 * (v in rows) for v in made}
+    return {v: 1 + passes[v] + 2 * (v in copied) + 2 * (v in rows) for v in results}

@@ -17,23 +17,23 @@ def buffers(module: Module) -> tuple[int, ...]:
     in slices outside of loops (jax 0.12.0.1, libtpu 0.0.50.1); its buffer assignment holds each
     once, as does this list. Where buffers take each other's place its sum is the larger one.
     """
-    made = (
+    sizes = (
         bytes_in(result(instruction), HOST)
         for computation in module.computations.values()
         for instruction in computation
         if _makes(instruction, computation)
     )
-    return tuple(sorted(filter(None, made), reverse=True))
+    return tuple(sorted(filter(None, sizes), reverse=True))
 
 
-def without_place(planned: Mapping[str, int], there: Sequence[int]) -> list[str]:
+def without_place(planned: Mapping[str, int], buffer_sizes: Sequence[int]) -> list[str]:
     """Names for whose bytes no buffer has room.
 
     Args:
         planned: From the names of values to their bytes; several may share a buffer.
-        there: Bytes of each buffer.
+        buffer_sizes: Bytes of each buffer.
     """
-    room = list(there)
+    room = list(buffer_sizes)
     missing: list[str] = []
     for name in sorted(planned, key=planned.__getitem__, reverse=True):
         fitting = [(left, index) for index, left in enumerate(room) if left >= planned[name]]

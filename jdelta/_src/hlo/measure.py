@@ -158,7 +158,7 @@ def _name(
         repr(target.rates),
         repr(sorted(options.items())),
         repr(sorted(computed.once)),
-        repr(sorted(computed.again)),
+        repr(sorted(computed.recomputed)),
         *(os.environ.get(flags, "") for flags in _FLAGS),
         *(str(getattr(jax.config, setting, "")) for setting in _SETTINGS),
         *map(version, COMPILERS),

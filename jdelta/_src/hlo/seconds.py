@@ -238,31 +238,31 @@ def result(instruction: Instruction) -> Shape:
 
 
 def _read(
-    module: Module, computation: Computation, user: Instruction, position: int, whole: int
+    module: Module, computation: Computation, user: Instruction, position: int, size: int
 ) -> int:
-    """Bytes that ``user`` reads of an operand which has ``whole`` bytes."""
-    if whole == 0:
+    """Bytes that ``user`` reads of an operand which has ``size`` bytes."""
+    if size == 0:
         return 0
     if (inner := module.called(user)) and _op(user) in ("fusion", "async"):
-        return _read_of(module, inner, inner.parameters[position].name, whole)
+        return _read_of(module, inner, inner.parameters[position].name, size)
     if user.opcode == "bitcast":
-        return _read_of(module, computation, user.name, whole)
+        return _read_of(module, computation, user.name, size)
     if _op(user) in _SLICES and position == 0:
-        return min(whole, sum(array.bytes for array in leaves(result(user))))
-    return 0 if _op(user) == "dynamic-update-slice" and position == 0 else whole
+        return min(size, sum(array.bytes for array in leaves(result(user))))
+    return 0 if _op(user) == "dynamic-update-slice" and position == 0 else size
 
 
-def _read_of(module: Module, computation: Computation, name: str, whole: int) -> int:
+def _read_of(module: Module, computation: Computation, name: str, size: int) -> int:
     """Bytes that all users of a value inside a fusion read of it."""
     if computation.root.name == name:
-        return whole
+        return size
     read = 0
     for user, position in computation.users[name]:
         if _is_relayout(user):
-            read += _read_of(module, computation, user.name, whole)
+            read += _read_of(module, computation, user.name, size)
         else:
-            read += _read(module, computation, user, position, whole)
-    return min(whole, read)
+            read += _read(module, computation, user, position, size)
+    return min(size, read)
 
 
 def _is_relayout(instruction: Instruction) -> bool:

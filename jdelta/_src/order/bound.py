@@ -74,7 +74,7 @@ class _Sides:
         tensors, users = problem.uses
         self.needed = problem.kept.copy()
         self.needed[tensors[self.after[users]]] = True
-        self.needed[list(problem.made[operator])] = True
+        self.needed[list(problem.allocated[operator])] = True
         self.alive = self.needed & self.before[problem.makers]
 
 

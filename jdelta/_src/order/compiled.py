@@ -41,7 +41,7 @@ def compiled_problem(module: Module) -> tuple[Problem, int]:
         allocates. Other arguments, and constants, are no tensors.
     """
     problem = _problem(module, module.entry, module.aliases)
-    return problem, sum(problem.tensors[t].bytes for t in problem.made[_ARGUMENTS])
+    return problem, sum(problem.tensors[t].bytes for t in problem.allocated[_ARGUMENTS])
 
 
 def _problem(
@@ -88,7 +88,7 @@ class _Builder:
     def __init__(self, module: Module, computation: Computation):
         self._module = module
         self._computation = computation
-        self._held: dict[str, list[_Buffer]] = {}
+        self._results_of: dict[str, list[_Buffer]] = {}
         self._waits: dict[str, frozenset[int]] = {}
         self._parameters: dict[int, list[_Buffer]] = {}
         self._buffers: list[_Buffer] = []
@@ -98,32 +98,32 @@ class _Builder:
 
     def add(self, instruction: Instruction) -> None:
         """Note what an instruction holds; it is an operator if it makes a buffer or runs a body."""
-        before = [self._held[name] for name in instruction.operands]
+        before = [self._results_of[name] for name in instruction.operands]
         waits = frozenset[int]().union(*(self._waits[name] for name in instruction.operands))
         if instruction.opcode in _GIVEN:
-            held = [_Buffer(0, _ARGUMENTS) for _ in leaves(instruction.shape)]
-            self._held[instruction.name], self._waits[instruction.name] = held, waits
+            results = [_Buffer(0, _ARGUMENTS) for _ in leaves(instruction.shape)]
+            self._results_of[instruction.name], self._waits[instruction.name] = results, waits
             if instruction.opcode == "parameter":
-                self._parameters[int(instruction.argument)] = held
+                self._parameters[int(instruction.argument)] = results
             return
         index = len(self._predecessors)
-        held, made = self._results(instruction, before, index)
+        results, new_buffers = self._results(instruction, before, index)
         inside = self._inside(instruction)
-        self._held[instruction.name] = held
-        if not made and not inside and instruction.opcode in _VIEWS:
+        self._results_of[instruction.name] = results
+        if not new_buffers and not inside and instruction.opcode in _VIEWS:
             self._waits[instruction.name] = waits
             return
         self._waits[instruction.name] = frozenset({index})
         self._predecessors.append(set(waits) or {_ARGUMENTS})
         self._names.append(instruction.name)
-        self._buffers += made
+        self._buffers += new_buffers
         if inside:
             self._buffers.append(_Buffer(inside, index, "inside"))
         for buffer in (b for part in before for b in part):
             if buffer.maker != index:
                 buffer.users[index] = None
-        for position, buffer in enumerate(held):
-            if any(buffer is b for b in made):
+        for position, buffer in enumerate(results):
+            if any(buffer is b for b in new_buffers):
                 self._candidates.append((buffer, self._alike(instruction, position)))
 
     def _alike(self, instruction: Instruction, position: int) -> list[_Buffer]:
@@ -137,7 +137,7 @@ class _Builder:
             operands = instruction.operands
         else:
             return []
-        return [self._held[name][0] for name in dict.fromkeys(operands)]
+        return [self._results_of[name][0] for name in dict.fromkeys(operands)]
 
     def _inside(self, instruction: Instruction) -> int:
         """Bytes that the body of a loop, or the largest branch, needs beside what it is given."""
@@ -166,21 +166,21 @@ class _Builder:
         if opcode.endswith("-done"):
             return self._finished(instruction, before[0]), []
         arrays = list(leaves(instruction.shape))
-        held: list[_Buffer] = []
-        made: list[_Buffer] = []
+        results: list[_Buffer] = []
+        new_buffers: list[_Buffer] = []
         shared = self._shared(instruction, before)
         for position, array in enumerate(arrays):
             buffer = shared.get(position)
             if buffer is None:
                 size = 0 if array.memory == HOST else array.bytes
                 buffer = _Buffer(size, index, _kind(array))
-                made.append(buffer)
-            held.append(buffer)
-        return held, made
+                new_buffers.append(buffer)
+            results.append(buffer)
+        return results, new_buffers
 
-    def _element(self, instruction: Instruction, whole: list[_Buffer]) -> list[_Buffer]:
+    def _element(self, instruction: Instruction, tuple_buffers: list[_Buffer]) -> list[_Buffer]:
         (operand,) = self._computation.operands(instruction)
-        return _part(operand.shape, int(instruction.attribute("index")), whole)
+        return _part(operand.shape, int(instruction.attribute("index")), tuple_buffers)
 
     def _finished(self, instruction: Instruction, started: list[_Buffer]) -> list[_Buffer]:
         """The result of what was started: the first part of a copy, the second of all else."""
@@ -205,13 +205,13 @@ class _Builder:
         inner = self._module.called(instruction) if instruction.opcode == "fusion" else None
         if inner is None:
             return {}
-        found: dict[int, _Buffer] = {}
+        shared: dict[int, _Buffer] = {}
         for position, part in enumerate(_parts(inner)):
             operand = _updated(inner, part)
             buffer = before[operand][0] if operand is not None else None
             if buffer is not None:
-                found[position] = buffer
-        return found
+                shared[position] = buffer
+        return shared
 
     def _started(
         self, instruction: Instruction, before: Sequence[list[_Buffer]]
@@ -281,7 +281,7 @@ class _Builder:
 
     @property
     def _root(self) -> list[_Buffer]:
-        return self._held[self._computation.root.name]
+        return self._results_of[self._computation.root.name]
 
     def problem(self) -> Problem:
         """What was noted."""
@@ -324,12 +324,12 @@ def _leads_to(fusion: Computation, parameter: Instruction, result: Instruction) 
     return result.name in seen
 
 
-def _part(shape: Shape, index: int, whole: list[_Buffer]) -> list[_Buffer]:
+def _part(shape: Shape, index: int, tuple_buffers: list[_Buffer]) -> list[_Buffer]:
     """The buffers of one part of a tuple."""
     assert not isinstance(shape, Array)
     counts = [len(list(leaves(part))) for part in shape]
     start = sum(counts[:index])
-    return whole[start : start + counts[index]]
+    return tuple_buffers[start : start + counts[index]]
 
 
 def _updated(fusion: Computation, part: Instruction) -> int | None:

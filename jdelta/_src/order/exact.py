@@ -72,9 +72,11 @@ class _Leaf:
         self._waits = [
             sum(1 << place[p] for p in problem.predecessors[i] if p in place) for i in chosen
         ]
-        self._takes = [sum(problem.tensors[t].bytes for t in problem.made[i]) for i in chosen]
+        self._takes = [sum(problem.tensors[t].bytes for t in problem.allocated[i]) for i in chosen]
         self._frees: list[list[tuple[int, int]]] = [[] for _ in chosen]
-        for t in dict.fromkeys(t for i in chosen for t in (*problem.made[i], *problem.used[i])):
+        for t in dict.fromkeys(
+            t for i in chosen for t in (*problem.allocated[i], *problem.used[i])
+        ):
             tensor = problem.tensors[t]
             inside = [place[i] for i in (tensor.maker, *tensor.users) if i in place]
             if not tensor.kept and later.isdisjoint(tensor.users):

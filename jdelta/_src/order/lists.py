@@ -14,13 +14,13 @@ LONGEST = 64
 """Operators that are tried in a row to see whether they free memory in the end."""
 
 
-def late(problem: Problem, order: Order) -> list[int]:
+def delayed_order(problem: Problem, order: Order) -> list[int]:
     """The order with each operator put off as long as what it reads takes no more than its results.
 
     Built from the end: an operator whose dependents are all placed is placed in front of them if
     that takes no memory, else when its turn in the given order comes.
     """
-    made, used, sizes = problem.made, problem.used, array("q", problem.bytes.tobytes())
+    allocated, used, sizes = problem.allocated, problem.used, array("q", problem.bytes.tobytes())
     rank = inverse(order)
     waiting = integers(problem.successors.counts())
     alive = bytearray(problem.kept.tobytes())
@@ -32,7 +32,7 @@ def late(problem: Problem, order: Order) -> list[int]:
         for t in used[index]:
             if not alive[t]:
                 grown += sizes[t]
-        for t in made[index]:
+        for t in allocated[index]:
             if alive[t]:
                 grown -= sizes[t]
         return grown <= 0

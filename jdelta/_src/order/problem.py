@@ -108,7 +108,7 @@ class Problem:
         return Groups(before, after, len(self))
 
     @cached_property
-    def made(self) -> Groups:
+    def allocated(self) -> Groups:
         """For each operator the tensors that it allocates."""
         return Groups(self.makers, np.arange(len(self.tensors)), len(self))
 

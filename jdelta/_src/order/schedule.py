@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jdelta._src.order.bound import lower_bound
 from jdelta._src.order.exact import solved
-from jdelta._src.order.lists import late
+from jdelta._src.order.lists import delayed_order
 from jdelta._src.order.problem import Order, Problem
 from jdelta._src.order.segments import separators
 from jdelta._src.order.tails import updated_early
@@ -47,7 +47,7 @@ class Arrangement:
 
 def arrange(problem: Problem) -> Arrangement:
     """Find an order with a low peak, never a higher one than in program order."""
-    first = late(problem, problem.program)
+    first = delayed_order(problem, problem.program)
     bound = lower_bound(problem, first)
     enough = bound * NEAR if len(problem) > LARGE else bound
     orders: list[Order] = [problem.program, first]

@@ -99,7 +99,7 @@ class _Builder:
         self._compiler = compiler
         self._buffers = buffers
         self._sizes = sizes
-        self._made: dict[int, _Buffer] = {}
+        self._tensors: dict[int, _Buffer] = {}
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._waits: _Buffers = [frozenset()] * len(graph.values)
         self._predecessors: list[set[int]] = []
@@ -125,12 +125,12 @@ class _Builder:
         self._inside.append(self._needed_inside(op))
         for buffer in _union(self._buffers[v] for v in op.inputs):
             self._readers[buffer].append(index)
-            if buffer in self._made:
-                self._made[buffer].users[index] = None
+            if buffer in self._tensors:
+                self._tensors[buffer].users[index] = None
         for v in op.outputs:
             self._waits[v] = frozenset({index})
             if v in self._buffers[v]:
-                self._made[v] = self._overwritten(op, v) or _Buffer(self._sizes[v], index)
+                self._tensors[v] = self._overwritten(op, v) or _Buffer(self._sizes[v], index)
 
     def _needed_inside(self, op: Operation) -> int:
         """Bytes that an operation needs beside what it reads and writes."""
@@ -151,18 +151,18 @@ class _Builder:
             return None
         index = len(self._predecessors) - 1
         for buffer in sorted(_union(self._buffers[v] for v in op.inputs)):
-            made = self._made.get(buffer) if buffer in self._read_once else None
-            if made and made.bytes == self._sizes[result] and list(made.users)[-1] == index:
+            tensor = self._tensors.get(buffer) if buffer in self._read_once else None
+            if tensor and tensor.bytes == self._sizes[result] and list(tensor.users)[-1] == index:
                 self._read_once.discard(buffer)  # taken
-                return made
+                return tensor
         return None
 
     def keep(self, *, with_bytes: bool) -> None:
         """Results stay; those of a body are in memory that its loop has."""
         for buffer in _union(self._buffers[v] for v in self._graph.outputs if v is not None):
-            if buffer in self._made:
-                self._made[buffer].kept = True
-                self._made[buffer].bytes *= with_bytes
+            if buffer in self._tensors:
+                self._tensors[buffer].kept = True
+                self._tensors[buffer].bytes *= with_bytes
 
     def take(self, taken: Mapping[int, int]) -> None:
         """Results in the place of an argument take no memory of their own.
@@ -172,18 +172,18 @@ class _Builder:
         """
         for result, argument in taken.items():
             buffers = self._buffers[result]
-            made = self._made.get(next(iter(buffers))) if len(buffers) == 1 else None
+            tensor = self._tensors.get(next(iter(buffers))) if len(buffers) == 1 else None
             readers = self._readers[argument]
-            if made is not None and all(reader <= made.maker for reader in readers):
-                made.bytes = 0
-                self._predecessors[made.maker].update(set(readers) - {made.maker})
+            if tensor is not None and all(reader <= tensor.maker for reader in readers):
+                tensor.bytes = 0
+                self._predecessors[tensor.maker].update(set(readers) - {tensor.maker})
 
     def problem(self) -> Problem:
         """What was noted."""
-        shared = {id(made): (v, made) for v, made in self._made.items()}
+        shared = {id(tensor): (v, tensor) for v, tensor in self._tensors.items()}
         tensors = [
-            Tensor(made.bytes, made.maker, tuple(made.users), made.kept, self._kind(v))
-            for v, made in shared.values()
+            Tensor(tensor.bytes, tensor.maker, tuple(tensor.users), tensor.kept, self._kind(v))
+            for v, tensor in shared.values()
         ]
         inside = (Tensor(b, i, name="inside") for i, b in enumerate(self._inside) if b)
         return Problem(

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from jdelta._src.order.lists import inverse, late
+from jdelta._src.order.lists import delayed_order, inverse
 from jdelta._src.order.problem import CORE, Order, Problem
 
 ROUNDS = 8
@@ -48,7 +48,7 @@ def updated_early(problem: Problem, order: Order, target: int) -> list[int]:
     wait: dict[int, int] = {}
     tried: list[list[int]] = []
     for _ in range(ROUNDS):
-        tried.append(late(problem, early(problem, order, wait)))
+        tried.append(delayed_order(problem, early(problem, order, wait)))
         heights = _heights(problem, tried[-1], branch, target)
         if not heights:
             break

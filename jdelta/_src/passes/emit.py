@@ -119,7 +119,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     for rewrite in passes_of(step, policy):
         program = rewrite(program, context)
     if program is not as_traced:
-        traced = _again(step, traced, program)
+        traced = _retraced(step, traced, program)
     graph = graph_of(traced.jaxpr, context.shardings(traced.jaxpr))
     computed = _computed(graph, policy, names) if policy is not None else NOTHING
 
@@ -209,7 +209,7 @@ def _traced(planned: Any, step: Step, policy: Policy | None) -> jax.stages.Trace
 
 def fixed_bytes(graph: Graph, step: Step) -> int:
     """Bytes of arguments and results, donated ones once."""
-    inputs = sum(graph.values[v].bytes for v in graph.given)
+    inputs = sum(graph.values[v].bytes for v in graph.initial_values)
     outputs = sum(graph.values[v].bytes for v in graph.outputs if v is not None)
     leaves: list[Any] = jax.tree.leaves([step.args[i] for i in step.donate])
     donated = sum(map(local_bytes, leaves))
@@ -233,7 +233,7 @@ def local_bytes(leaf: Any) -> int:
     return math.prod(shape) * leaf.dtype.itemsize
 
 
-def _again(step: Step, traced: jax.stages.Traced, program: Program) -> jax.stages.Traced:
+def _retraced(step: Step, traced: jax.stages.Traced, program: Program) -> jax.stages.Traced:
     """The same step, evaluated as a program says."""
     results = jax.tree.structure(traced.out_info)
 
@@ -265,9 +265,9 @@ def _computed(graph: Graph, policy: Policy, names: frozenset[str]) -> Computed:
             f"The step has regions that were not there when it was planned: "
             f"{format_some(others, 5)}. A step must be the same each time that it is traced."
         )
-    named = [(str(op.name), op.again) for op in ops]
-    found = {name for name, _ in named}
-    again = {name for name, is_again in named if is_again}
+    named = [(str(op.name), op.recomputed) for op in ops]
+    computed_names = {name for name, _ in named}
+    recomputed_names = {name for name, is_again in named if is_again}
     missing = sorted(policy.kept - names)
     if missing:
         raise PlanMismatchError(
@@ -276,4 +276,4 @@ def _computed(graph: Graph, policy: Policy, names: frozenset[str]) -> Computed:
             "of JAX or Flax): plan this one again."
         )
     decided = policy.kept | policy.recomputed
-    return Computed(policy.kept & (found - again), decided & again)
+    return Computed(policy.kept & (computed_names - recomputed_names), decided & recomputed_names)

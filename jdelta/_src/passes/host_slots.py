@@ -121,7 +121,7 @@ class Slots(Barriers):
             for v in hosts
         }
 
-    def whole(self, v: Var, fetched: Any) -> Any:
+    def fetched_value(self, v: Var, fetched: Any) -> Any:
         """A fetched value, put together where it is used: there its fetches end."""
         return self._joined(v, fetched) if v in self.slots else fetched
 
@@ -225,8 +225,8 @@ def _packed(shape: tuple[int, ...], cut: Sequence[bool]) -> tuple[int, ...]:
     while axis and 2 * row <= _ROW and not any(cut[axis:]):
         axis -= 1
         row *= shape[axis]
-    whole = axis and shape[axis - 1] % _COLUMN == 0  # else tiles cannot be cut into slots
-    return (*shape[:axis], row) if whole else shape
+    may_merge = axis and shape[axis - 1] % _COLUMN == 0  # else tiles cannot be cut into slots
+    return (*shape[:axis], row) if may_merge else shape
 
 
 def zero_of(value: Any) -> Any:

@@ -50,7 +50,7 @@ class Timing:
             it ends; `HEAD` stands for the head.
         own: From a backward region to the host values that are made after the region before it, by
             a second forward pass: it fetches them itself.
-        late: Host stacks that may be written late, since only one loop fetches them, in reverse.
+        late_stacks: Host stacks that may be written late: only one loop fetches them, in reverse.
         slots: Host values that get slots of host arrays, by backward region.
         slot_bytes: Bytes per device that a slot had better not exceed.
         in_turn: Whether fetches outside of loops wait for each other.
@@ -64,7 +64,7 @@ class Timing:
     head: tuple[int, Var] | None
     fetches: Mapping[int, Sequence[Var]]
     own: Mapping[int, Sequence[Var]]
-    late: frozenset[Var]
+    late_stacks: frozenset[Var]
     slots: Sequence[Sequence[Var]]
     slot_bytes: float
     in_turn: bool
@@ -109,7 +109,7 @@ def timing_of(program: Jaxpr, clock: Clock, *, least: bool) -> Timing:
         head=head,
         fetches=issued,
         own=own,
-        late=late_stacks(program, reading.writes_late),
+        late_stacks=late_stacks(program, reading.writes_late),
         slots=[] if reading.are_tied else reading.slots(),
         slot_bytes=slot_bytes,
         in_turn=fetches.are_in_turn,
@@ -252,13 +252,15 @@ class Reading:
 
         With explicit axes slices of a stack would each need a sharding of their own: none is made.
         """
-        made = {e.outvars[0] for e in self.eqns if transfers.crosses_to_host(e)}
-        made = {v for v in made if not _jax.has_explicit_axes(v.aval)}
+        candidates = {e.outvars[0] for e in self.eqns if transfers.crosses_to_host(e)}
+        candidates = {v for v in candidates if not _jax.has_explicit_axes(v.aval)}
         for eqn in self.eqns:
             fetched = _host_inputs(eqn) if _jax.is_shielded(eqn) else ()
-            made.difference_update(v for v in eqn.invars if _jax.is_var(v) and v not in fetched)
-        made.difference_update(filter(_jax.is_var, _jax.open_jaxpr(self.program).outvars))
-        return [[v for v in hosts if v in made] for hosts in self.needs]
+            candidates.difference_update(
+                v for v in eqn.invars if _jax.is_var(v) and v not in fetched
+            )
+        candidates.difference_update(filter(_jax.is_var, _jax.open_jaxpr(self.program).outvars))
+        return [[v for v in hosts if v in candidates] for hosts in self.needs]
 
     def writes_late(self, loop: Eqn) -> bool:
         """Whether a forward loop copies to the host what it made an iteration before."""

@@ -56,12 +56,14 @@ def _tie(inner: Jaxpr, index: int) -> list[Var]:
     that something reads later on.
     """
     region, before = inner.eqns[index], inner.eqns[:index]
-    made = _made_by(before, _region_of(region))
+    own_values = _made_by(before, _region_of(region))
     operands = [v for v in region.invars if _jax.is_var(v) and not _jax.on_host(v.aval)]
-    entering = {v for v in operands if v not in made}
-    if not made or not entering or not made.isdisjoint(_ancestors(before, entering)):
+    entering = {v for v in operands if v not in own_values}
+    if not own_values or not entering or not own_values.isdisjoint(_ancestors(before, entering)):
         return []
-    results = {v for i in _jax.dependents(before, made) for v in before[i].outvars} | made
+    results = {
+        v for i in _jax.dependents(before, own_values) for v in before[i].outvars
+    } | own_values
     later = {v for eqn in inner.eqns[index:] for v in eqn.invars if _jax.is_var(v)}
     later.update(filter(_jax.is_var, inner.outvars))
     ended = [
@@ -78,13 +80,13 @@ def _region_of(backward: Eqn) -> str | None:
 
 def _made_by(eqns: Sequence[Eqn], region: str | None) -> set[Var]:
     """Values that a region computes, and copies of these; not its inputs."""
-    made: set[Var] = set()
+    values: set[Var] = set()
     for eqn in eqns:
         name = _jax.named_value(eqn)
         is_own = isinstance(name, RegionName) and name.region == region and not name.is_input
-        is_copy = eqn.primitive.name in _COPIES and not made.isdisjoint(_variables(eqn))
-        made.update(eqn.outvars if is_own or is_copy else ())
-    return made
+        is_copy = eqn.primitive.name in _COPIES and not values.isdisjoint(_variables(eqn))
+        values.update(eqn.outvars if is_own or is_copy else ())
+    return values
 
 
 def _ancestors(eqns: Sequence[Eqn], values: set[Var]) -> set[Var]:

@@ -53,7 +53,7 @@ def spilled(program: Program, context: Context) -> Program:
         if not spilling.store.by_callback:  # JAX leaves out what nobody reads, but no callback
             for slot in places.keys() - evaluation.read:
                 del places[slot]
-        return [_whole(x, "the step hands out") for x in results]
+        return [_unspilled(x, "the step hands out") for x in results]
 
     return replace(program.evaluated(run), spilled=Emitted(places))
 
@@ -214,8 +214,8 @@ class _Run:
         """A backward region: what it reads is read when it begins."""
         body = _jax.inline(_jax.subjaxpr(eqn))
         body, fetched = transfers.with_fetched_inputs(body)
-        given = [x for x in inputs if not isinstance(x, _Away) and _is_float(x)]
-        after = given[-1] if given else None  # cotangents come last
+        floats = [x for x in inputs if not isinstance(x, _Away) and _is_float(x)]
+        after = floats[-1] if floats else None  # cotangents come last
         own: list[Any] = []
         for x, is_fetched in zip(inputs, fetched, strict=True):
             if is_fetched:
@@ -227,11 +227,11 @@ class _Run:
         """A loop: it takes and makes stacks of tokens."""
         loop = Scan.of(eqn, inputs)
         consts = [self._read(x, back) if isinstance(x, _Away) else x for x in loop.consts]
-        start = [_whole(x, "a loop carries") for x in loop.carry]
+        start = [_unspilled(x, "a loop carries") for x in loop.carry]
         taken = [x.record if isinstance(x, _Away) else None for x in loop.xs]
         xs = [x.token if isinstance(x, _Away) else x for x in loop.xs]
         stacks = any(_jax.on_host(v.aval) for v in eqn.outvars)
-        made: list[_Record | None] = []
+        records: list[_Record | None] = []
 
         def step(carry: Any, rows: Any) -> Any:
             index, *rows = rows
@@ -244,15 +244,15 @@ class _Run:
             own = [_Away(x, r) if r else x for x, r in zip(rows, taken, strict=True)]
             outputs = inside.program(loop.body, [*consts, *carry, *own])
             ys = outputs[loop.n_carry :]
-            made[:] = [y.record if isinstance(y, _Away) else None for y in ys]
+            records[:] = [y.record if isinstance(y, _Away) else None for y in ys]
             return (
-                [_whole(x, "a loop carries") for x in outputs[: loop.n_carry]],
+                [_unspilled(x, "a loop carries") for x in outputs[: loop.n_carry]],
                 [y.token if isinstance(y, _Away) else y for y in ys],
             )
 
         numbers = jnp.arange(loop.length, dtype=jnp.int32)
         carry, ys = loop.scan(step, start, [numbers, *xs])
-        return [*carry, *(_Away(y, r) if r else y for y, r in zip(ys, made, strict=True))]
+        return [*carry, *(_Away(y, r) if r else y for y, r in zip(ys, records, strict=True))]
 
     def _mapped(self, eqn: Eqn, inputs: Sequence[Any]) -> list[Any]:
         """A ``shard_map``: each device writes and reads what is its own."""
@@ -266,12 +266,12 @@ class _Run:
         taken = [x.record if isinstance(x, _Away) else None for x in inputs]
         here = [x.token if isinstance(x, _Away) else x for x in inputs]
         inside = replace(self, spilling=replace(self.spilling, mesh=None))
-        made: list[_Record | None] = []
+        records: list[_Record | None] = []
 
         def run(*args: Any) -> Any:
             own = [_Away(x[0], r) if r else x for x, r in zip(args, taken, strict=True)]
             outputs = inside.program(body, own)
-            made[:] = [y.record if isinstance(y, _Away) else None for y in outputs]
+            records[:] = [y.record if isinstance(y, _Away) else None for y in outputs]
             return [y.token[None] if isinstance(y, _Away) else y for y in outputs]
 
         in_specs = [
@@ -290,7 +290,7 @@ class _Run:
         )
         with jax.named_scope(_jax.name_stack(eqn)):  # so that recompute is known as such
             values = call(*here)
-        return [_Away(y, r) if r else y for y, r in zip(values, made, strict=True)]
+        return [_Away(y, r) if r else y for y, r in zip(values, records, strict=True)]
 
     def _sharding(self, name: RegionName, value: Any) -> NamedSharding | None:
         """How a value is cut; over axes that do not cut it evenly it is not."""
@@ -361,7 +361,7 @@ def _is_float(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.floating)) and x.size > 0
 
 
-def _whole(x: Any, what: str) -> Any:
+def _unspilled(x: Any, what: str) -> Any:
     """The value, which must not be away."""
     if isinstance(x, _Away):
         raise SpillError(

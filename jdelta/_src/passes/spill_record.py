@@ -86,8 +86,8 @@ def check_spilled(
     planned = [r for r in residuals if decisions[r.name] is Decision.SPILL]
     if not planned:
         return
-    found = _found(emitted, files)
-    missing = [r for r in planned if max(found[name] for name in _names(r)) < r.bytes]
+    sizes = _bytes_in_files(emitted, files)
+    missing = [r for r in planned if max(sizes[name] for name in _names(r)) < r.bytes]
     if missing:
         names = format_some([r.name for r in missing], 5)
         raise SpillError(
@@ -102,10 +102,10 @@ def _names(r: Residual) -> set[str]:
     return {r.name, r.entering or r.name}
 
 
-def _found(emitted: Emitted, files: Sequence[tuple[int, int]]) -> Counter[str]:
+def _bytes_in_files(emitted: Emitted, files: Sequence[tuple[int, int]]) -> Counter[str]:
     """Bytes per device, by name, that the program holds in files at once and reads again."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for slot, place in emitted.places.items():
         if (slot, place.bytes) in files:
-            found[place.name] += place.bytes * place.kept
-    return found
+            sizes[place.name] += place.bytes * place.kept
+    return sizes

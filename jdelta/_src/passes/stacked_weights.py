@@ -38,7 +38,7 @@ def with_rows_read_in_turn(program: Program, _: Context) -> Program:
     flat = program.flat
 
     def run(*args: Any) -> list[Any]:
-        return list(map(_whole, _jax.interpret(flat, args, _run)))
+        return list(map(_materialised, _jax.interpret(flat, args, _run)))
 
     return program.evaluated(run)
 
@@ -48,7 +48,7 @@ def _run(_: int, eqn: Eqn, env: Env) -> None:
     if eqn.primitive.name == "scan":
         _jax.write(env, eqn, _loop(eqn, _jax.read(env, eqn.invars)))
     else:
-        _jax.run(eqn, env, _whole)
+        _jax.run(eqn, env, _materialised)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Parts:
     part: Jaxpr
 
 
-def _whole(value: Any) -> Any:
+def _materialised(value: Any) -> Any:
     if not isinstance(value, _Parts):
         return value
     return jax.vmap(lambda row: _jax.evaluate(value.part, row)[0])(value.rows)
@@ -73,7 +73,7 @@ def _whole(value: Any) -> Any:
 def _loop(eqn: Eqn, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate a loop; stacks of parts of its rows are not made."""
     loop = Scan.of(eqn, inputs)
-    consts = list(map(_whole, loop.consts))
+    consts = list(map(_materialised, loop.consts))
     parts = [_part(loop, v) for v in loop.stacked(loop.body)]
     stacks = [x.rows if isinstance(x, _Parts) else x for x in loop.xs]
     alike = list({id(x): x for x in stacks}.values())  # each crosses into the loop once
@@ -82,8 +82,8 @@ def _loop(eqn: Eqn, inputs: Sequence[Any]) -> list[Any]:
     waits = len({*regions} - {""}) > 1
     crossing = [None if waits and not _jax.on_host(jax.typeof(x)) else x for x in alike]
 
-    def step(carry: Any, given: Any) -> Any:
-        index, rows = given
+    def step(carry: Any, xs: Any) -> Any:
+        index, rows = xs
 
         def reader(x: Any, place: int) -> Reader:
             def read(index: Any) -> Any:
@@ -100,25 +100,29 @@ def _loop(eqn: Eqn, inputs: Sequence[Any]) -> list[Any]:
         return outputs[: loop.n_carry], [y for y, p in zip(ys, parts, strict=True) if p is None]
 
     index = jnp.arange(loop.length) if waits else None
-    carry, made = loop.scan(step, list(map(_whole, loop.carry)), (index, crossing))
-    ys = iter(made)
+    carry, stacked = loop.scan(step, list(map(_materialised, loop.carry)), (index, crossing))
+    ys = iter(stacked)
     return [*carry, *(p or next(ys) for p in parts)]
 
 
 def _body(
-    body: Jaxpr, given: Sequence[Any], readers: Sequence[Reader], index: Any, regions: Sequence[str]
+    body: Jaxpr,
+    inputs: Sequence[Any],
+    readers: Sequence[Reader],
+    index: Any,
+    regions: Sequence[str],
 ) -> list[Any]:
     """Evaluate the body of a loop.
 
     Args:
         body: The body.
-        given: Its first inputs.
+        inputs: Its first inputs.
         readers: Read the others, rows.
         index: The number of the iteration.
         regions: For each equation its region, if each is to begin when those before it are through.
     """
     inner = _jax.open_jaxpr(body)
-    rows = dict(zip(inner.invars[len(given) :], readers, strict=True))
+    rows = dict(zip(inner.invars[len(inputs) :], readers, strict=True))
     last = _last_uses(inner)
     begun: set[str] = set()
 
@@ -138,10 +142,10 @@ def _body(
         env.update(unread(eqn.invars))
         _run(i, eqn, env)
 
-    results = _jax.interpret(body, [*given, *(None for _ in readers)], run)
+    results = _jax.interpret(body, [*inputs, *(None for _ in readers)], run)
     handed_on = unread(inner.outvars)
     return [
-        _whole(handed_on[v] if _jax.is_var(v) and v in handed_on else x)
+        _materialised(handed_on[v] if _jax.is_var(v) and v in handed_on else x)
         for v, x in zip(inner.outvars, results, strict=True)
     ]
 

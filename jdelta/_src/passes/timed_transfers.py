@@ -85,7 +85,7 @@ class _Evaluation:
         self.numbers = {index: number for number, index in enumerate(timing.regions)}
         self.delayed = {copy for _, copies in timing.starts.values() for copy in copies}
         self.device: dict[Var, Any] = {}
-        self.late: dict[Var, Late] = {}
+        self.late_writes: dict[Var, Late] = {}
         self.transfers = Barriers()
         if not context.backend.transfers.are_tied:
             size = timing.slot_bytes
@@ -136,12 +136,14 @@ class _Evaluation:
                 env[v] = growth(env[growth.of])
 
     def _forward_loop(self, eqn: Eqn, env: Env) -> list[Any]:
-        values, late = forward_loop(eqn, _jax.read(env, eqn.invars), self.timing.late, self.clock)
-        self.late |= late
+        values, late_writes = forward_loop(
+            eqn, _jax.read(env, eqn.invars), self.timing.late_stacks, self.clock
+        )
+        self.late_writes |= late_writes
         return values
 
     def _backward_loop(self, eqn: Eqn, env: Env) -> list[Any]:
-        return backward_loop(eqn, _jax.read(env, eqn.invars), self.late, self.clock)
+        return backward_loop(eqn, _jax.read(env, eqn.invars), self.late_writes, self.clock)
 
     def _outer_loop(self, eqn: Eqn, env: Env) -> list[Any] | None:
         """A loop with forward and backward pass in it: each iteration is timed by itself."""
@@ -173,7 +175,7 @@ class _Evaluation:
         ]
         body, grown = without_growth(body)
         inputs = [
-            self.transfers.whole(v, x) if is_host(v) else x
+            self.transfers.fetched_value(v, x) if is_host(v) else x
             for v, x in zip(eqn.invars, lax.optimization_barrier(inputs), strict=True)
         ]
         results = _jax.evaluate(body, *inputs)

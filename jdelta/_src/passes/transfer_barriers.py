@@ -47,7 +47,7 @@ class Barriers:
             tie((*after, *hosts), env)
         return {v: jax.device_put(env[v], jax.memory.Space.Device) for v in hosts}
 
-    def whole(self, v: Var, fetched: Any) -> Any:
+    def fetched_value(self, v: Var, fetched: Any) -> Any:
         """The value of ``v`` as its region reads it, of what fetching it gave."""
         del v
         return fetched

@@ -103,13 +103,13 @@ def late_stacks(program: Jaxpr, writes_late: Callable[[Eqn], bool]) -> frozenset
         for v in filter(_jax.is_var, eqn.invars):
             readers[v].append(eqn)
     results = set(filter(_jax.is_var, inner.outvars))
-    late: set[Var] = set()
+    stacks: set[Var] = set()
     for eqn in inner.eqns:
         if eqn.primitive.name == "scan":
             hosts = [v for v in eqn.outvars if transfers.is_host(v) and v not in results]
             back = [v for v in hosts if _only_fetched_back(v, readers[v], eqn)]
-            late.update(back if back and writes_late(eqn) else ())
-    return frozenset(late)
+            stacks.update(back if back and writes_late(eqn) else ())
+    return frozenset(stacks)
 
 
 def _only_fetched_back(stack: Var, readers: Sequence[Eqn], maker: Eqn) -> bool:
@@ -140,8 +140,8 @@ def hides_next(eqn: Eqn, clock: Clock, slack: float) -> bool:
     total, free, taken = sum(seconds), 0.0, 0.0
     for inner in filter(transfers.crosses_to_host, eqns):
         copy = slack * clock.bytes(inner.outvars[0]) / clock.rates.device_to_host
-        made = total - sum(seconds[i] for i in _jax.dependents(eqns, inner.invars))
-        free, taken = max(free, made) + copy, taken + copy
+        ready_seconds = total - sum(seconds[i] for i in _jax.dependents(eqns, inner.invars))
+        free, taken = max(free, ready_seconds) + copy, taken + copy
     return taken <= total < free
 
 
@@ -170,35 +170,35 @@ def forward_loop(
 
     def step(state: Any, rows: Any) -> Any:
         made_before, values = state
-        late = list(made_before)
+        pending = list(made_before)
 
         def run(index: int, eqn: Eqn, env: Env) -> None:
             _jax.run(eqn, env)
             if begin and begin[0] == index:
-                env[begin[1]], late[:] = lax.optimization_barrier((env[begin[1]], late))
+                env[begin[1]], pending[:] = lax.optimization_barrier((env[begin[1]], pending))
 
         outputs = _jax.interpret(body, [*loop.consts, *values, *rows], run)
-        hosts = iter([jax.device_put(x, jax.memory.Space.Host) for x in late])
+        hosts = iter([jax.device_put(x, jax.memory.Space.Host) for x in pending])
         carry, ys = outputs[: loop.n_carry], outputs[loop.n_carry :]
-        made = [y for y, is_away in zip(ys, away, strict=True) if is_away]
+        offloaded = [y for y, is_away in zip(ys, away, strict=True) if is_away]
         kept = [next(hosts) if is_away else y for y, is_away in zip(ys, away, strict=True)]
-        return (made, carry), kept
+        return (offloaded, carry), kept
 
     (last, carry), ys = loop.scan(step, (made_empty, loop.carry), loop.xs)
     shift = -1 if loop.reverse else 1
-    late = [v for v, is_away in zip(stacks, away, strict=True) if is_away]
-    return [*carry, *ys], {v: Late(x, shift) for v, x in zip(late, last, strict=True)}
+    late_results = [v for v, is_away in zip(stacks, away, strict=True) if is_away]
+    return [*carry, *ys], {v: Late(x, shift) for v, x in zip(late_results, last, strict=True)}
 
 
 def backward_loop(
-    eqn: Eqn, inputs: Sequence[Any], late: Mapping[Var, Late], clock: Clock
+    eqn: Eqn, inputs: Sequence[Any], late_writes: Mapping[Var, Late], clock: Clock
 ) -> list[Any]:
     """Evaluate a loop over host stacks that fetches for the next iteration while it computes.
 
     Args:
         eqn: The ``scan``.
         inputs: Its operands.
-        late: The stacks that were written late.
+        late_writes: The stacks that were written late.
         clock: Tells when one fetch should end and the next begin.
 
     Returns:
@@ -209,12 +209,12 @@ def backward_loop(
     rows_from = loop.n_consts + loop.n_carry
     names = [v for v, is_away in zip(eqn.invars[rows_from:], away, strict=True) if is_away]
     stacks = [x for x, is_away in zip(loop.xs, away, strict=True) if is_away]
-    near = [x for x, is_away in zip(loop.xs, away, strict=True) if not is_away]
+    device_stacks = [x for x, is_away in zip(loop.xs, away, strict=True) if not is_away]
     first = loop.length - 1 if loop.reverse else 0
     stops = _stops(body, loop, [clock.bytes(x) for x in names], clock)
 
     def fetch(stack: Any, name: Var, row: Any) -> Any:
-        row = row + late[name].shift if name in late else row
+        row = row + late_writes[name].shift if name in late_writes else row
         row = lax.clamp(0, row, loop.length - 1)
         value = lax.dynamic_index_in_dim(stack, row, keepdims=False)
         return jax.device_put(value, jax.memory.Space.Device)
@@ -242,10 +242,10 @@ def backward_loop(
         return (following, coming, outputs[: loop.n_carry]), outputs[loop.n_carry :]
 
     ready = [
-        late[n].last if n in late else fetch(s, n, jax.numpy.int32(first))
+        late_writes[n].last if n in late_writes else fetch(s, n, jax.numpy.int32(first))
         for s, n in zip(stacks, names, strict=True)
     ]
-    (_, _, carry), ys = loop.scan(step, (jax.numpy.int32(first), ready, loop.carry), near)
+    (_, _, carry), ys = loop.scan(step, (jax.numpy.int32(first), ready, loop.carry), device_stacks)
     return [*carry, *ys]
 
 

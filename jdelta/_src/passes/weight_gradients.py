@@ -99,9 +99,9 @@ def _early(
     grown: dict[int, dict[Var, Growth]] = {}
     for begin, end in itertools.pairwise([-1, *regions]):
         between = eqns[begin + 1 : end]
-        made = [v for eqn in between if _jax.is_backward(eqn) for v in eqn.outvars]
+        results = [v for eqn in between if _jax.is_backward(eqn) for v in eqn.outvars]
         read = _read(eqns[begin + 1 : end + 1])
-        gradients = [v for v in made if v in waiting or (v in products and v not in read)]
+        gradients = [v for v in results if v in waiting or (v in products and v not in read)]
         first = start(eqns[end])
         if gradients and first:
             growths = _growths(between)
@@ -112,12 +112,12 @@ def _early(
 
 def _products(eqns: Sequence[Eqn]) -> set[Var]:
     """Results of products, and views of them."""
-    found: set[Var] = set()
+    results: set[Var] = set()
     for eqn in eqns:
-        is_view = eqn.primitive.name in VIEWS and not found.isdisjoint(_read([eqn]))
+        is_view = eqn.primitive.name in VIEWS and not results.isdisjoint(_read([eqn]))
         if is_view or eqn.primitive.name in MATMULS:
-            found.update(eqn.outvars)
-    return found
+            results.update(eqn.outvars)
+    return results
 
 
 def start(region: Eqn) -> list[Var]:

@@ -36,7 +36,7 @@ def with_gradients_in_place(program: Jaxpr, backend: Backend, shardings: Shardin
         _with_ties(eqn, Compiler(backend), shardings) if is_backward_loop(eqn) else eqn
         for eqn in inner.eqns
     ]
-    if all(made is eqn for made, eqn in zip(eqns, inner.eqns, strict=True)):
+    if all(new_eqn is eqn for new_eqn, eqn in zip(eqns, inner.eqns, strict=True)):
         return program
     return _jax.rebuild(program, eqns, inner.outvars)
 
@@ -54,9 +54,9 @@ def _with_ties(loop: Eqn, compiler: Compiler, shardings: Shardings) -> Eqn:
     if _jax.consts_of(body) or len(kept.products) != len(products):  # some in calls: as it is
         return loop
     following = {
-        number: found
+        number: next_stop
         for number, index in enumerate(products)
-        if (found := next((stop for stop in stops if stop[0] > index), None))
+        if (next_stop := next((stop for stop in stops if stop[0] > index), None))
     }
     ties: dict[int, list[Var]] = {}
     for number in kept.early(following.keys()):
@@ -90,9 +90,9 @@ class _Iteration:
         """Simulate the body of a loop with so many constants and carried values."""
         line = iteration(body, consts, carry, compiler)
         roots = storage(line.graph, compiler)
-        ends, given = _ends(body), set(body.given)
+        ends, inputs = _ends(body), set(body.initial_values)
         products = [
-            {r for v in op.inputs for r in roots[v]} - given if id(op) in ends else set[int]()
+            {r for v in op.inputs for r in roots[v]} - inputs if id(op) in ends else set[int]()
             for op in body.operations
             if op.primitive in MATMULS
         ]
@@ -100,22 +100,24 @@ class _Iteration:
 
     def early(self, may: Collection[int]) -> list[int]:
         """Which of some products (by number) have to be in place for the peak to stay."""
-        late = {number for number in may if self.products[number]}
-        found: list[int] = []
+        delayed_products = {number for number in may if self.products[number]}
+        early_products: list[int] = []
         limit = TOLERANCE * self.live.max(initial=0)
-        while late:
+        while delayed_products:
             grown = self.live.copy()
-            for buffer in {r for number in late for r in self.products[number]}:
+            for buffer in {r for number in delayed_products for r in self.products[number]}:
                 grown[self.last[buffer] + 1 :] += self.sizes[buffer]
             peak = int(grown.argmax())
             if grown[peak] <= limit:
                 break
-            worst = max(late, key=lambda number: (self._held(number, peak), number))
-            late.remove(worst)
-            found.append(worst)
-        return sorted(found)
+            worst = max(
+                delayed_products, key=lambda number: (self._bytes_held(number, peak), number)
+            )
+            delayed_products.remove(worst)
+            early_products.append(worst)
+        return sorted(early_products)
 
-    def _held(self, number: int, place: int) -> int:
+    def _bytes_held(self, number: int, place: int) -> int:
         """Bytes that a product holds at a place if it is put off."""
         read = self.products[number]
         return sum(self.sizes[buffer] for buffer in read if self.last[buffer] < place)
@@ -124,10 +126,10 @@ class _Iteration:
 def _ends(body: Graph) -> set[int]:
     """Operations (their ids) that no product or loop depends on."""
     needed: set[int] = set()
-    found: set[int] = set()
+    ends: set[int] = set()
     for op in reversed(body.operations):
         if needed.isdisjoint(op.outputs):
-            found.add(id(op))
-        if op.primitive in MATMULS | LOOPS or id(op) not in found:
+            ends.add(id(op))
+        if op.primitive in MATMULS | LOOPS or id(op) not in ends:
             needed.update(op.inputs)
-    return found
+    return ends

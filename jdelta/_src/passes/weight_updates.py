@@ -196,9 +196,11 @@ def _run_loop(inner: Jaxpr, moved: _Moved, places: Mapping[Var, Var], env: Env) 
     loop = Scan.of(eqn, eqn.invars)
     updates = [inner.eqns[i] for i in moved.updates]
     carried = {places[v]: v for v in moved.results if v in places}
-    made = {v for update in updates for v in update.outvars} | moved.gradients
+    computed_values = {v for update in updates for v in update.outvars} | moved.gradients
     read = [v for update in updates for v in update.invars if _jax.is_var(v) and v.aval.shape]
-    rows = [v for v in dict.fromkeys((*loop.xs, *read)) if v not in made and v not in carried]
+    rows = [
+        v for v in dict.fromkeys((*loop.xs, *read)) if v not in computed_values and v not in carried
+    ]
     kept = [v for v in eqn.outvars[loop.n_carry :] if v not in moved.gradients]
     new = [v for v in moved.results if v not in places]
 
@@ -208,8 +210,8 @@ def _run_loop(inner: Jaxpr, moved: _Moved, places: Mapping[Var, Var], env: Env) 
         local = dict(env)
         local.update(zip(rows, xs, strict=True))
         local.update(zip(carried, lax.optimization_barrier(taken), strict=True))
-        given = [*_jax.read(env, loop.consts), *carry, *_jax.read(local, loop.xs)]
-        results = _jax.evaluate(loop.body, *given)
+        inputs = [*_jax.read(env, loop.consts), *carry, *_jax.read(local, loop.xs)]
+        results = _jax.evaluate(loop.body, *inputs)
         local.update(zip(eqn.outvars[loop.n_carry :], results[loop.n_carry :], strict=True))
         for update in updates:
             _run_row(update, local)

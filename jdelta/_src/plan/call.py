@@ -118,26 +118,27 @@ class Call:
                     )
 
 
-def call_of(step: Jitted, args: Sequence[Any], given: Mapping[str, Any]) -> Call:
-    """A call ``step(*args, **given)``.
+def call_of(step: Jitted, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """A call ``step(*args, **kwargs)``.
 
     Raises:
         TypeError: The step does not take these arguments.
         ArgumentError: A static argument has no hash.
     """
-    args, given = _bound(step, args, given)
-    fixed = _fixed(step, args, given)
+    args, kwargs = _bound(step, args, kwargs)
+    fixed = _fixed(step, args, kwargs)
     positions = [i for i in range(len(args)) if i not in fixed]
-    names = sorted(name for name in given if name not in fixed)
-    count, by_name, before = len(args), tuple(given), len(step.first)  # no arrays: plans keep `fun`
+    names = sorted(name for name in kwargs if name not in fixed)
+    # no arrays: plans keep `fun`
+    count, by_name, before = len(args), tuple(kwargs), len(step.first)
 
     def fun(*values: Any) -> Any:
         first, rest = values[:before], values[before:]
         filled = dict(zip([*positions, *names], rest, strict=True)) | fixed
-        given = {name: filled[name] for name in by_name}
-        return step.fun(*first, *map(filled.get, range(count)), **given)
+        named = {name: filled[name] for name in by_name}
+        return step.fun(*first, *map(filled.get, range(count)), **named)
 
-    traced = (*step.first, *(args[i] for i in positions), *(given[name] for name in names))
+    traced = (*step.first, *(args[i] for i in positions), *(kwargs[name] for name in names))
     own = step.first_names
     call = Call(
         fun,
@@ -160,12 +161,12 @@ def call_of(step: Jitted, args: Sequence[Any], given: Mapping[str, Any]) -> Call
 
 
 def _bound(
-    step: Jitted, args: Sequence[Any], given: Mapping[str, Any]
+    step: Jitted, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """The arguments by position as far as the step takes them so."""
-    if not given or not step.parameters:
-        return args, given
-    bound = step.signature.bind(*args, **given)
+    if not kwargs or not step.parameters:
+        return args, kwargs
+    bound = step.signature.bind(*args, **kwargs)
     return bound.args, bound.kwargs
 
 
@@ -175,10 +176,10 @@ def _name(step: Jitted, number: int) -> str:
     return names[number] if number < len(names) else f"args[{number}]"
 
 
-def _fixed(step: Jitted, args: Sequence[Any], given: Mapping[str, Any]) -> dict[int | str, Any]:
+def _fixed(step: Jitted, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
     """The static arguments of a call."""
     fixed: dict[int | str, Any] = {i: x for i, x in enumerate(args) if i in step.static}
-    fixed |= {name: x for name, x in given.items() if name in step.static}
+    fixed |= {name: x for name, x in kwargs.items() if name in step.static}
     for key, value in fixed.items():
         try:
             hash(value)
@@ -349,9 +350,9 @@ def _axes(entry: Any, sizes: Mapping[str, int]) -> str:
     return axes[0] if len(axes) == 1 else f"({', '.join(axes)})" if axes else "None"
 
 
-def difference(planned: Sequence[str], given: Sequence[str]) -> str | None:
+def difference(planned: Sequence[str], actual: Sequence[str]) -> str | None:
     """How arguments differ from those that a plan was made for; None if they do not."""
-    expected, came = (dict(line.split(": ", 1) for line in lines) for lines in (planned, given))
+    expected, came = (dict(line.split(": ", 1) for line in lines) for lines in (planned, actual))
     changed = [
         f"{path}: expected {expected.get(path, 'none')}, came {came.get(path, 'none')}"
         for path in dict.fromkeys([*expected, *came])

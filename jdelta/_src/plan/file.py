@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from jdelta._src.errors import PlanMismatchError, SpillError
 from jdelta._src.versions import __version__
 
-VERSION = 15
+VERSION = 16
 """Of the form of the files; any other is refused."""
 
 P = TypeVar("P")
@@ -114,9 +114,9 @@ def _read_record(record: Any, value: Any, where: str) -> Any:
     fields = _fields(record)
     if not isinstance(value, dict) or value.keys() != fields.keys():
         raise ValueError(f"{where or 'the plan'}: expected the fields {', '.join(fields)}")
-    given: dict[str, Any] = value
+    entries: dict[str, Any] = value
     prefix = f"{where}." if where else ""
-    return record(**{name: _read(fields[name], v, prefix + name) for name, v in given.items()})
+    return record(**{name: _read(fields[name], v, prefix + name) for name, v in entries.items()})
 
 
 def _read_items(kind: Any, value: Any, where: str) -> Any:

@@ -216,17 +216,23 @@ def step_of(plan: PlanRecord, call: Call, donate: Arguments) -> tuple[Step, Trac
     target = resolve_planned(plan.question.target, call.placed)
     call = call.abstract(target)
     answer = plan.answer
-    found = trace(call.fun, *call.args, grouping=answer.grouping, platform=target.platform)
-    if found.fingerprint != plan.program.fingerprint:
-        raise PlanMismatchError(_other_program(plan, found))
+    step_trace = trace(call.fun, *call.args, grouping=answer.grouping, platform=target.platform)
+    if step_trace.fingerprint != plan.program.fingerprint:
+        raise PlanMismatchError(_other_program(plan, step_trace))
     aliases, donated = dict(answer.aliases), call.donated(donate)
-    how = found.automatic, answer.grouping, plan.store, answer.updates_moved > 0, found.outside
-    return Step(call.fun, call.args, donated, target, aliases, *how, call.out_shardings), found
+    how = (
+        step_trace.automatic,
+        answer.grouping,
+        plan.store,
+        answer.updates_moved > 0,
+        step_trace.outside,
+    )
+    return Step(call.fun, call.args, donated, target, aliases, *how, call.out_shardings), step_trace
 
 
-def _other_program(plan: PlanRecord, found: Trace) -> str:
+def _other_program(plan: PlanRecord, step_trace: Trace) -> str:
     """What to say of a program that a plan was not made for."""
-    planned, here = {r.region for r in plan.answer.residuals}, {r.name for r in found.regions}
+    planned, here = {r.region for r in plan.answer.residuals}, {r.name for r in step_trace.regions}
     differences = [
         f"{what} {', '.join(sorted(names)[:5])}"
         for what, names in (("it lacks", planned - here), ("it has", here - planned))
@@ -235,7 +241,8 @@ def _other_program(plan: PlanRecord, found: Trace) -> str:
     others = other_versions(plan.program.versions)
     cause = f"the plan was made with {others}" if others else "jax and jaxlib are the same"
     return (
-        f"The plan was made for program {plan.program.fingerprint}, this is {found.fingerprint}, "
-        f"of equal arguments: {' and '.join(differences) or 'its regions have the same names'}. "
+        f"The plan was made for program {plan.program.fingerprint}, "
+        f"this is {step_trace.fingerprint}, of equal arguments: "
+        f"{' and '.join(differences) or 'its regions have the same names'}. "
         f"The code, or a library that it uses, is another ({cause}). Plan this program."
     )

@@ -53,7 +53,7 @@ class Drift:
             self._measure()
 
     def _measure(self) -> None:
-        rates, planned = rates_of(self._spill, again=True), self._planned
+        rates, planned = rates_of(self._spill, remeasure=True), self._planned
         if rates.write >= LOST * planned.write and rates.read >= LOST * planned.read:
             return
         self._warned = True

@@ -70,10 +70,10 @@ class Jitted:
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of a call, in order; none where the step does not tell."""
         try:
-            found = list(inspect.signature(self.fun).parameters.items())
+            parameters = list(inspect.signature(self.fun).parameters.items())
         except (TypeError, ValueError):  # some callables have no signature
             return MappingProxyType({})
-        return MappingProxyType(dict(found[len(self.first) :]))
+        return MappingProxyType(dict(parameters[len(self.first) :]))
 
     @property
     def first_names(self) -> tuple[str, ...]:
@@ -100,17 +100,17 @@ class Jitted:
         kinds = [p.kind for p in self.parameters.values()]
         return not kinds or kind in kinds
 
-    def normal(self, option: str, given: Iterable[int | str]) -> Arguments:
+    def normal(self, option: str, arguments: Iterable[int | str]) -> Arguments:
         """Arguments by number, or by name where they have no number.
 
         Args:
             option: What they are given for: "donate" or "static".
-            given: Numbers and names.
+            arguments: Numbers and names.
 
         Raises:
             ArgumentError: The step has no such argument, or one is neither number nor name.
         """
-        return tuple(dict.fromkeys(self._normal(option, argument) for argument in given))
+        return tuple(dict.fromkeys(self._normal(option, argument) for argument in arguments))
 
     def _normal(self, option: str, argument: int | str) -> int | str:
         names = self.positions
@@ -170,18 +170,18 @@ def jitted(
     )
 
 
-def several(given: Any) -> tuple[Any, ...]:
+def several(one_or_more: Any) -> tuple[Any, ...]:
     """Numbers or names of arguments, where one alone may be given."""
-    is_one = isinstance(given, str) or not isinstance(given, Iterable)
-    return (given,) if is_one else tuple(given)
+    is_one = isinstance(one_or_more, str) or not isinstance(one_or_more, Iterable)
+    return (one_or_more,) if is_one else tuple(one_or_more)
 
 
 def together(numbers: Any, names: Any) -> Arguments | None:
     """Arguments given by number and by name; None where nothing is said."""
     if numbers is None and names is None:
         return None
-    given = (() if part is None else several(part) for part in (numbers, names))
-    return tuple(argument for part in given for argument in part)
+    parts = (() if part is None else several(part) for part in (numbers, names))
+    return tuple(argument for part in parts for argument in part)
 
 
 def check_options(step: Jitted | None, options: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -201,8 +201,8 @@ def check_options(step: Jitted | None, options: Mapping[str, Any], known: Sequen
             continue
         if name in _NOT_TAKEN:
             raise ArgumentError(f"jdelta does not take jax.jit's {name}: {_NOT_TAKEN[name]}.")
-        near = difflib.get_close_matches(name, ("budget", *known), n=1)
-        maybe = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+        matches = difflib.get_close_matches(name, ("budget", *known), n=1)
+        maybe = f"did you mean {matches[0]}?" if matches else f"there are {', '.join(known)}."
         whose = f" nor an argument of {step.name}" if step is not None else ""
         raise ArgumentError(f"{name!r} is no option of jdelta{whose}: {maybe}")
 
@@ -239,9 +239,9 @@ def _taken_apart(step: Callable[..., Any]) -> Jitted:
     if "equinox" in sys.modules:
         from jdelta._src.regions.frameworks import equinox
 
-        made = equinox.filter_jitted(step)
-        if made is not None:
-            return _filtered(*made)
+        filtered = equinox.filter_jitted(step)
+        if filtered is not None:
+            return _filtered(*filtered)
         if equinox.is_module(step):
             return Jitted(_called, first=(step,))
     if "flax.nnx" in sys.modules:
@@ -253,8 +253,8 @@ def _taken_apart(step: Callable[..., Any]) -> Jitted:
     return Jitted(step)
 
 
-def _called(self: Any, *args: Any, **given: Any) -> Any:
-    return self(*args, **given)
+def _called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self(*args, **kwargs)
 
 
 _JITTED: Any = type(jax.jit(_called))
@@ -288,11 +288,11 @@ def _bound(step: Jitted, first: Sequence[Any]) -> Jitted:
 
 def _of_jit(step: Any, info: Any) -> Jitted:
     inner = _taken_apart(step.__wrapped__)
-    given = info.in_shardings_leaves, info.out_shardings_leaves
+    leaf_lists = info.in_shardings_leaves, info.out_shardings_leaves
     trees = info.in_shardings_treedef, info.out_shardings_treedef
     into, out = (
         None if hasattr(step, "jitted_fn") else _places(tree, leaves)
-        for tree, leaves in zip(trees, given, strict=True)
+        for tree, leaves in zip(trees, leaf_lists, strict=True)
     )
     return replace(
         inner,

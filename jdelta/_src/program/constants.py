@@ -55,8 +55,8 @@ def _parts(constant: Constant) -> tuple[tuple[()], Constant]:
     return (), constant
 
 
-def _whole(constant: Constant, _: Any) -> Constant:
+def _from_parts(constant: Constant, _: Any) -> Constant:
     return constant
 
 
-jax.tree_util.register_pytree_node(Constant, _parts, _whole)
+jax.tree_util.register_pytree_node(Constant, _parts, _from_parts)

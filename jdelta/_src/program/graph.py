@@ -81,7 +81,7 @@ class Operation:
         name: The name that a ``name`` equation gives; None for everything else.
         backward: Whether it was made by transposition, so belongs to a backward pass.
         differentiated: Whether it is part of what the step differentiates, or of its derivative.
-        again: Whether it computes again what was dropped.
+        recomputed: Whether it computes again what was dropped.
         scope: Module scopes it was traced under.
         times: How often it runs; more than one where its loop was unfolded around it.
     """
@@ -95,7 +95,7 @@ class Operation:
     name: str | None = None
     backward: bool = False
     differentiated: bool = False
-    again: bool = False
+    recomputed: bool = False
     scope: tuple[str, ...] = ()
     times: int = 1
     others: tuple[Graph, ...] = ()
@@ -127,7 +127,7 @@ class Graph:
     constants: list[int] = field(default_factory=list[int])
 
     @property
-    def given(self) -> tuple[int, ...]:
+    def initial_values(self) -> tuple[int, ...]:
         """What is there before the first operation: constants and inputs."""
         return (*self.constants, *self.inputs)
 
@@ -153,18 +153,18 @@ def labels(graph: Graph, rename: Callable[[Any], str] = str) -> dict[int, str]:
         graph: The program.
         rename: From a name in it to what to call it.
     """
-    found: dict[int, str] = {}
+    by_maker: dict[int, str] = {}
     named: dict[int, str] = {}
     for op in graph.operations:
         own = "/".join((*op.scope, op.primitive))
         inside = labels(op.body, rename) if op.primitive == "scan" and op.body else {}
-        made = op.body.outputs if inside and op.body else [None] * len(op.outputs)
-        for v, o in zip(op.outputs, made, strict=True):
-            found[v] = own if o is None else inside.get(o, own)
+        body_outputs = op.body.outputs if inside and op.body else [None] * len(op.outputs)
+        for v, o in zip(op.outputs, body_outputs, strict=True):
+            by_maker[v] = own if o is None else inside.get(o, own)
         if op.name:  # of several names that a value has got, the first one
             name = named.get(op.inputs[0] if op.inputs else -1) or rename(op.name)
             named.update(dict.fromkeys((*op.inputs, *op.outputs), name))
-    return found | named
+    return by_maker | named
 
 
 def value_of(aval: Any, spec: Spec = ()) -> Value:
@@ -215,7 +215,7 @@ class _Place:
 
     backward: bool = False
     differentiated: bool = False
-    again: bool = False
+    recomputed: bool = False
     scope: tuple[str, ...] = ()
 
     def below(self, eqn: Eqn) -> _Place:
@@ -224,7 +224,7 @@ class _Place:
         return _Place(
             self.backward or _jax.is_backward(eqn),
             self.differentiated or "jvp(" in stack,
-            self.again or RECOMPUTE in stack,
+            self.recomputed or RECOMPUTE in stack,
             path if path[: len(self.scope)] == self.scope else (*self.scope, *path),
         )
 
@@ -286,9 +286,9 @@ class _Builder:
         """Put all branches of a ``cond`` into the graph, and one of their results for another."""
         index, *inputs = [self.read(env, a) for a in eqn.invars]
         results = [self._call(branch, inputs, place) for branch in eqn.params["branches"]]
-        for var, *made in zip(eqn.outvars, *results, strict=True):
+        for var, *alternatives in zip(eqn.outvars, *results, strict=True):
             env[var] = self.value(var)
-            read = tuple(v for v in (index, *made) if v is not None)
+            read = tuple(v for v in (index, *alternatives) if v is not None)
             join = Operation(
                 eqn.primitive.name,
                 read,
@@ -296,7 +296,7 @@ class _Builder:
                 eqn.params,
                 backward=place.backward,
                 differentiated=place.differentiated,
-                again=place.again,
+                recomputed=place.recomputed,
                 scope=place.scope,
                 times=self.times,
                 equation=eqn,
@@ -324,20 +324,22 @@ class _Builder:
         ]
 
     def _part(self, value: int | None, var: Var, place: _Place) -> int:
-        made = self.value(var)
+        part = self.value(var)
         read = () if value is None else (value,)
-        cast = Operation(PART, read, (made,), {}, backward=place.backward)
+        cast = Operation(PART, read, (part,), {}, backward=place.backward)
         self.graph.operations.append(cast)
-        return made
+        return part
 
     def _barrier(self, inputs: Sequence[int | None], place: _Place) -> list[int | None]:
         """What a shielded recompute starts from: written to memory, whatever it is."""
         read = [v for v in inputs if v is not None]
-        made = {v: len(self.graph.values) + i for i, v in enumerate(dict.fromkeys(read))}
-        self.graph.values += [self.graph.values[v] for v in made]
-        barrier = Operation(BARRIER, tuple(made), tuple(made.values()), {}, backward=place.backward)
+        shielded = {v: len(self.graph.values) + i for i, v in enumerate(dict.fromkeys(read))}
+        self.graph.values += [self.graph.values[v] for v in shielded]
+        barrier = Operation(
+            BARRIER, tuple(shielded), tuple(shielded.values()), {}, backward=place.backward
+        )
         self.graph.operations.append(barrier)
-        return [None if v is None else made[v] for v in inputs]
+        return [None if v is None else shielded[v] for v in inputs]
 
     def _operation(self, eqn: Eqn, env: dict[Var, Any], place: _Place) -> None:
         inputs = [self.read(env, a) for a in eqn.invars]
@@ -362,7 +364,7 @@ class _Builder:
                 name=_jax.named_value(eqn),
                 backward=place.backward,
                 differentiated=place.differentiated,
-                again=place.again,
+                recomputed=place.recomputed,
                 scope=place.scope,
                 times=self.times,
                 has_effects=bool(eqn.effects),

@@ -63,11 +63,11 @@ class Computed:
 
     Attributes:
         once: Names of values that are kept.
-        again: Names of values that are computed again.
+        recomputed: Names of values that are computed again.
     """
 
     once: frozenset[str] = frozenset()
-    again: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
 
     def undone(self, text: str) -> tuple[str, ...]:
         """Names that a compiled program keeps or computes again against what it was given.
@@ -79,12 +79,12 @@ class Computed:
             text: The compiled program, with metadata.
         """
         first: set[str] = set()
-        again: set[str] = set()
+        recomputed: set[str] = set()
         for instruction, op_name in _told_apart(text):
             is_again = RECOMPUTE in op_name or _CLONE in instruction
-            (again if is_again else first).update(_MARK.findall(op_name))
-        kept = (name for name in self.again if _spelled(name) in first - again)
-        remade = (name for name in self.once if _spelled(name) in again)
+            (recomputed if is_again else first).update(_MARK.findall(op_name))
+        kept = (name for name in self.recomputed if _spelled(name) in first - recomputed)
+        remade = (name for name in self.once if _spelled(name) in recomputed)
         return tuple(sorted((*kept, *remade)))
 
 
@@ -107,5 +107,5 @@ def _told_apart(text: str) -> Iterator[tuple[str, str]]:
     for line in text.splitlines():
         if line.endswith("{") and (header := _HEADER.match(line)):
             is_shared = calls[header[1]] > 1
-        elif _SIGN in line and not is_shared and (found := _INSTRUCTION.match(line)):
-            yield found[1], found[2]
+        elif _SIGN in line and not is_shared and (instruction := _INSTRUCTION.match(line)):
+            yield instruction[1], instruction[2]

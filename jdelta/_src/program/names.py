@@ -68,14 +68,14 @@ class RegionName(str):
         loops: Number of loops of the region itself that the value is in.
         conditional: Whether it is in a branch of a ``cond`` of the region itself.
         is_input: Whether it names an input of the region.
-        given: The user's own ``checkpoint_name`` of the value; empty where it has none.
+        user_name: The user's own ``checkpoint_name`` of the value; empty where it has none.
     """
 
     region: str
     loops: int
     conditional: bool
     is_input: bool
-    given: str
+    user_name: str
 
     def __new__(
         cls,
@@ -85,7 +85,7 @@ class RegionName(str):
         *,
         conditional: bool = False,
         is_input: bool = False,
-        given: str = "",
+        user_name: str = "",
     ) -> RegionName:
         """The name ``region/inner``."""
         self = super().__new__(cls, f"{region}/{inner}")
@@ -93,7 +93,7 @@ class RegionName(str):
         self.loops = loops
         self.conditional = conditional
         self.is_input = is_input
-        self.given = given
+        self.user_name = user_name
         return self
 
 
@@ -105,16 +105,16 @@ class _Namer:
         self._own = tuple(base.split("/"))
         self._used: Counter[str] = Counter()
 
-    def input(self, given: str) -> RegionName:
+    def input(self, user_name: str) -> RegionName:
         """A name for the region's next input: that which the user gives it there, if any."""
-        inner = self._unique(given or "input")
-        return RegionName(self._region, inner, is_input=True, given=given)
+        inner = self._unique(user_name or "input")
+        return RegionName(self._region, inner, is_input=True, user_name=user_name)
 
     def __call__(
-        self, path: Sequence[str], last: str, loops: int, *, conditional: bool, given: str
+        self, path: Sequence[str], last: str, loops: int, *, conditional: bool, user_name: str
     ) -> RegionName:
         inner = self._unique("/".join((*inner_path(tuple(path), self._own), last)))
-        return RegionName(self._region, inner, loops, conditional=conditional, given=given)
+        return RegionName(self._region, inner, loops, conditional=conditional, user_name=user_name)
 
     def _unique(self, inner: str) -> str:
         self._used[inner] += 1
@@ -186,13 +186,15 @@ class _Rewrite:
 
     def _inputs(self, invars: Sequence[Var], eqns: Sequence[Eqn]) -> None:
         """Name the inputs, so that one that the step computes may be offloaded."""
-        given = {eqn.invars[0]: _given(eqn) for eqn in eqns if _given(eqn)}
+        user_names = {eqn.invars[0]: _user_name(eqn) for eqn in eqns if _user_name(eqn)}
         for var in invars:
             named = hasattr(var.aval, "shape") and not _jax.is_complex(var)
             if var not in self.tangents and eqns and named:
                 self.became[var] = named = _jax.new_var(var.aval)
                 self.eqns.append(
-                    _jax.name_equation(var, named, self.namer.input(given.get(var, "")), eqns[0])
+                    _jax.name_equation(
+                        var, named, self.namer.input(user_names.get(var, "")), eqns[0]
+                    )
                 )
 
     def _inline(self, eqn: Eqn, path: tuple[str, ...]) -> None:
@@ -227,7 +229,7 @@ class _Rewrite:
             tangent_out = _while_tangents(eqn, tangent_in)
         outvars = [_jax.new_var(v.aval) if _jax.is_var(v) else v for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
-        given = _given(eqn)
+        user_name = _user_name(eqn)
         for old, new, is_tangent in zip(eqn.outvars, outvars, tangent_out, strict=True):
             if not _jax.is_var(old):
                 continue
@@ -235,13 +237,17 @@ class _Rewrite:
             if is_tangent:
                 self.tangents.add(new)
             elif _jax.is_complex(old):
-                self.became[old] = self._parts(new, path, given or _jax.label(eqn), eqn)
+                self.became[old] = self._parts(new, path, user_name or _jax.label(eqn), eqn)
             elif hasattr(old.aval, "shape"):
-                self.became[old] = self._named(new, path, given or _jax.label(eqn), eqn, given)
+                self.became[old] = self._named(
+                    new, path, user_name or _jax.label(eqn), eqn, user_name
+                )
 
-    def _named(self, var: Var, path: tuple[str, ...], last: str, like: Eqn, given: str = "") -> Var:
+    def _named(
+        self, var: Var, path: tuple[str, ...], last: str, like: Eqn, user_name: str = ""
+    ) -> Var:
         named = _jax.new_var(var.aval)
-        name = self.namer(path, last, self.loops, conditional=self.conditional, given=given)
+        name = self.namer(path, last, self.loops, conditional=self.conditional, user_name=user_name)
         self.eqns.append(_jax.name_equation(var, named, name, like))
         return named
 
@@ -251,9 +257,9 @@ class _Rewrite:
         for part in _jax.part_equations(var, like):
             self.eqns.append(part)
             parts.append(self._named(part.outvars[0], (*path, last), part.primitive.name, like))
-        whole = _jax.new_var(var.aval)
-        self.eqns.append(_jax.complex_equation(parts, whole, like))
-        return whole
+        complex_var = _jax.new_var(var.aval)
+        self.eqns.append(_jax.complex_equation(parts, complex_var, like))
+        return complex_var
 
     def _mapped_body(
         self, body: Jaxpr, tangent_in: Sequence[bool], path: tuple[str, ...]
@@ -296,10 +302,10 @@ class _Rewrite:
         return tuple(branches), [any(marks) for marks in zip(*tangent_out, strict=True)]
 
 
-def _given(eqn: Eqn) -> str:
+def _user_name(eqn: Eqn) -> str:
     """The user's own name of what an equation makes; empty where there is none."""
     name = _jax.named_value(eqn)
-    return name.given if isinstance(name, RegionName) else name or ""
+    return name.user_name if isinstance(name, RegionName) else name or ""
 
 
 def _with_buffers_named(eqns: Sequence[Eqn]) -> list[Eqn]:

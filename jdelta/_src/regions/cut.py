@@ -63,18 +63,20 @@ def cut_into_regions(
         Ranges of equation indices, in order; together they are all equations.
     """
     count = len(eqns)
-    held = np.array([0.0, *itertools.accumulate(bytes_held(eqns))])
-    if count < 2 or not held[-1]:
+    cumulative_bytes = np.array([0.0, *itertools.accumulate(bytes_held(eqns))])
+    if count < 2 or not cumulative_bytes[-1]:
         return [range(count)]
     lives = _lives(eqns)
     crossing = _crossing(lives, count)
     places = _places(crossing)
     kept = trips * _kept(lives, places) + TIE * crossing[places]
-    choices = list(_choices(kept, held[places]))
+    choices = list(_choices(kept, cumulative_bytes[places]))
     limit = COARSE if coarse else AS_GOOD
-    choices = _least(choices, lambda cuts: _held_at_most(cuts, kept, held[places]), limit)
+    choices = _least(
+        choices, lambda cuts: _held_at_most(cuts, kept, cumulative_bytes[places]), limit
+    )
     if is_whole and not coarse:
-        choices = _least(choices, lambda cuts: _held_in_turn(cuts, kept, held[places]))
+        choices = _least(choices, lambda cuts: _held_in_turn(cuts, kept, cumulative_bytes[places]))
     return [range(places[a], places[b]) for a, b in itertools.pairwise(choices[0])]
 
 
@@ -122,12 +124,12 @@ class _Life:
     """A value between the equation that makes it and the last that reads it.
 
     Attributes:
-        made: Index of its equation.
+        maker: Index of its equation.
         read: Index of the last reader.
         bytes: Its size.
     """
 
-    made: int
+    maker: int
     read: int
     bytes: int
 
@@ -140,7 +142,7 @@ def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
     held once: XLA makes one of two.
     """
     operands: set[Var] = set()
-    held: list[float] = []
+    sizes: list[float] = []
     same_as, differentiated = _computed_before(eqns), _differentiated(eqns)
     for eqn in reversed(eqns):
         name = eqn.primitive.name
@@ -155,8 +157,8 @@ def bytes_held(eqns: Sequence[Eqn]) -> list[float]:
         written = is_new and not (name in VIEWS or name in FREE) and (is_operand or not fused)
         result = _bytes_made(eqn) if written else 0
         trips = eqn.params["length"] if name == "scan" else 1
-        held.append(max(inside * trips, result))
-    return held[::-1]
+        sizes.append(max(inside * trips, result))
+    return sizes[::-1]
 
 
 def _differentiated(eqns: Sequence[Eqn]) -> set[Var]:
@@ -213,7 +215,7 @@ def _crossing(lives: Sequence[_Life], count: int) -> _Sizes:
     """Bytes made before each equation, and before the end, that are read there or later."""
     crossing = np.zeros(count + 1)
     for life in lives:
-        crossing[life.made + 1] += life.bytes
+        crossing[life.maker + 1] += life.bytes
         crossing[life.read + 1] -= life.bytes
     return np.cumsum(crossing)
 
@@ -222,7 +224,7 @@ def _kept(lives: Sequence[_Life], places: Sequence[int]) -> _Sizes:
     """Bytes that a region between two places (row, column) makes for what comes after it."""
     size = len(places)
     corners = np.zeros((size + 1, size + 1))
-    after = np.searchsorted(places, [life.made for life in lives], side="right")
+    after = np.searchsorted(places, [life.maker for life in lives], side="right")
     until = np.searchsorted(places, [life.read for life in lives], side="right")
     for life, first, last in zip(lives, after, until, strict=True):
         # Regions that begin at a place up to its equation, and end at one up to its last reader.
@@ -233,27 +235,29 @@ def _kept(lives: Sequence[_Life], places: Sequence[int]) -> _Sizes:
     return corners.cumsum(0).cumsum(1)[:size, :size]
 
 
-def _choices(kept: _Sizes, held: _Sizes) -> Iterator[list[int]]:
+def _choices(kept: _Sizes, cumulative_bytes: _Sizes) -> Iterator[list[int]]:
     """Cuts at which the fewest bytes are kept, from large regions to small ones."""
-    limit = held[-1]
-    while limit > LEAST_REGION * held[-1]:
-        cuts = _fewest_kept(kept, held, limit)
+    limit = cumulative_bytes[-1]
+    while limit > LEAST_REGION * cumulative_bytes[-1]:
+        cuts = _fewest_kept(kept, cumulative_bytes, limit)
         yield cuts
-        largest = max(held[b] - held[a] for a, b in itertools.pairwise(cuts))
+        largest = max(
+            cumulative_bytes[b] - cumulative_bytes[a] for a, b in itertools.pairwise(cuts)
+        )
         limit = SMALLER * min(limit, largest)
 
 
-def _fewest_kept(kept: _Sizes, held: _Sizes, limit: float) -> list[int]:
+def _fewest_kept(kept: _Sizes, cumulative_bytes: _Sizes, limit: float) -> list[int]:
     """The cuts at which the fewest bytes are kept: indices of places, the program's ends included.
 
     No region holds more than ``limit``, but for those without a place to cut them.
     """
-    size = len(held)
+    size = len(cumulative_bytes)
     least = np.full(size, np.inf)
     least[0] = 0.0
     before = np.zeros(size, dtype=int)
     for end in range(1, size):
-        sizes = held[end] - held[:end]
+        sizes = cumulative_bytes[end] - cumulative_bytes[:end]
         allowed = sizes <= limit
         allowed[-1] = True
         costs = np.where(allowed, least[:end] + kept[:end, end], np.inf)
@@ -276,15 +280,18 @@ def _least(
     return [cuts for cuts, needed in zip(choices, sizes, strict=True) if needed <= enough]
 
 
-def _held_at_most(cuts: Sequence[int], kept: _Sizes, held: _Sizes) -> float:
+def _held_at_most(cuts: Sequence[int], kept: _Sizes, cumulative_bytes: _Sizes) -> float:
     """Bytes of all that is kept at the cuts, and of the largest region."""
     regions = list(itertools.pairwise(cuts))
-    largest = max(held[b] - held[a] for a, b in regions)
+    largest = max(cumulative_bytes[b] - cumulative_bytes[a] for a, b in regions)
     return sum(float(kept[region]) for region in regions) + largest
 
 
-def _held_in_turn(cuts: Sequence[int], kept: _Sizes, held: _Sizes) -> float:
+def _held_in_turn(cuts: Sequence[int], kept: _Sizes, cumulative_bytes: _Sizes) -> float:
     """The same, but that what later regions make is gone when a region is computed again."""
     regions = list(itertools.pairwise(cuts))
     before = itertools.accumulate((float(kept[region]) for region in regions[:-1]), initial=0.0)
-    return max(held[b] - held[a] + more for (a, b), more in zip(regions, before, strict=True))
+    return max(
+        cumulative_bytes[b] - cumulative_bytes[a] + more
+        for (a, b), more in zip(regions, before, strict=True)
+    )

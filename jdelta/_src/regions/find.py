@@ -115,13 +115,13 @@ def _evaluate(
     ends_in_loss = not is_inner and _is_loss(inner)
     begin = loss_begins(inner.eqns) if ends_in_loss else len(inner.eqns)
     parts = list(_parts(inner.eqns[:begin], trips, is_model=ends_in_loss))
-    held = [sum(bytes_held(part.eqns)) for part in parts]
-    least = SMALL * max(held, default=0.0)
+    sizes = [sum(bytes_held(part.eqns)) for part in parts]
+    least = SMALL * max(sizes, default=0.0)
     loops = [i for i, part in enumerate(parts) if part.is_cut and _is_scan(part.eqns[0])]
     runs = [i for i, part in enumerate(parts) if not part.is_apart]
     names = dict(zip(runs, named([parts[i].eqns for i in runs]), strict=True))
     marked = {i for i in runs if _is_marked(parts[i].eqns[0])}
-    regions = {i for i in runs if held[i] > least} | marked
+    regions = {i for i in runs if sizes[i] > least} | marked
     if ends_in_loss and loops and runs and runs[-1] > loops[-1] and runs[-1] not in marked:
         regions.discard(runs[-1])  # its backward pass is next: what it makes is at hand
     parts += [_Part([eqn], is_apart=True) for eqn in inner.eqns[begin:]]
@@ -157,11 +157,11 @@ def _parts(eqns: Sequence[Eqn], trips: int, *, is_model: bool) -> Iterator[_Part
     """A program's parts, in order; ``is_model`` if they are all that is in front of a loss."""
     session: Session | None = _jax.current_session()
     coarse = session is not None and session.grouping.coarse
-    held = bytes_held(eqns)
-    large = LOOP_SHARE * sum(held)
+    sizes = bytes_held(eqns)
+    large = LOOP_SHARE * sum(sizes)
     begin = 0
     for end, eqn in enumerate([*eqns, None]):
-        is_cut = eqn is not None and _is_cut(eqn, is_large=held[end] > large)
+        is_cut = eqn is not None and _is_cut(eqn, is_large=sizes[end] > large)
         is_apart = eqn is None or is_cut or _jax.happens_once(eqn)
         is_alone = eqn is None or is_apart or _is_marked(eqn)
         if is_alone and begin < end:

@@ -140,10 +140,10 @@ def _in_turn(
     f: Callable[..., Any], carry: Any, row: Callable[[int], Any], count: int, reverse: bool
 ) -> tuple[Any, Any]:
     """Run layers one after the other, in no loop; ``row`` gives what each of them has."""
-    made: list[Any] = [None] * count
+    outputs: list[Any] = [None] * count
     for i in reversed(range(count)) if reverse else range(count):
-        carry, made[i] = f(carry, row(i))
-    return carry, jax.tree.map(lambda *ys: jnp.stack(ys), *made)
+        carry, outputs[i] = f(carry, row(i))
+    return carry, jax.tree.map(lambda *ys: jnp.stack(ys), *outputs)
 
 
 def _is_stack(f: Callable[..., Any], init: Any, xs: Any, session: Session) -> bool:

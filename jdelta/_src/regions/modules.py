@@ -126,8 +126,8 @@ def with_modules(program: Jaxpr, weights: Iterable[Weight | None]) -> Jaxpr:
         weights: For each of its constants and inputs what weight it is.
     """
     inner = _jax.open_jaxpr(program)
-    given = zip((*inner.constvars, *inner.invars), weights, strict=True)
-    known = {v: w for v, w in given if w is not None and w.module and _jax.is_inexact(v)}
+    pairs = zip((*inner.constvars, *inner.invars), weights, strict=True)
+    known = {v: w for v, w in pairs if w is not None and w.module and _jax.is_inexact(v)}
     return _jax.with_equations(program, _placed(inner.eqns, known)) if known else program
 
 

@@ -50,11 +50,11 @@ def _last_made_of_bits(eqns: Sequence[Eqn]) -> set[Var]:
     last: set[Var] = set()
     for eqn in eqns:
         read = [v for v in eqn.invars if _jax.is_var(v) and v in random]
-        made = [v for v in eqn.outvars if _jax.is_var(v) and v in random]
-        if not made:
+        outputs = [v for v in eqn.outvars if _jax.is_var(v) and v in random]
+        if not outputs:
             last.update(buffer.get(v, v) for v in read if not _jax.is_inexact(v))
         elif eqn.primitive.name in VIEWS:
-            buffer[made[0]] = buffer.get(read[0], read[0])
+            buffer[outputs[0]] = buffer.get(read[0], read[0])
     return last
 
 
@@ -66,11 +66,11 @@ def _made_of_bits(eqns: Sequence[Eqn]) -> set[Var]:
         read = [v for v in eqn.invars if _jax.is_var(v)]
         rest = [v for v in read if v not in random]
         plain = all(v in uniform or getattr(v.aval, "size", 0) == 1 for v in rest)
-        made = {v for v in eqn.outvars if _jax.is_var(v)}
+        outputs = {v for v in eqn.outvars if _jax.is_var(v)}
         if eqn.primitive.name in _SOURCES:
-            random |= made
+            random |= outputs
         elif plain and eqn.primitive.name in FREE and len(rest) == len(read):
-            uniform |= made
+            uniform |= outputs
         elif plain and eqn.primitive.name in _ELEMENTWISE and len(rest) < len(read):
-            random |= made
+            random |= outputs
     return random

@@ -192,10 +192,10 @@ def _with_regions(
         except _LeakError:
             session = Session(automatic=True, grouping=grouping, outside=True)
             staged = _staged(step_fn, args, session, platform)
-    _, shardings, graph, found = staged
+    _, shardings, graph, nests = staged
     conditional = _in_branches(graph)
-    held = _bytes_by_name(graph)
-    names = _plan_names(list(found), held)
+    sizes = _bytes_by_name(graph)
+    names = _plan_names(list(nests), sizes)
 
     def region(traced: str, nest: Nest) -> Region:
         derivative, primals = _derivative(session, traced, shardings)
@@ -207,10 +207,10 @@ def _with_regions(
             nest=nest,
             conditional=traced in conditional,
             partly=traced in session.partly,
-            copies=_copies(_bytes_by_name(derivative), held),
+            copies=_copies(_bytes_by_name(derivative), sizes),
         )
 
-    regions = tuple(region(traced, nest) for traced, nest in found.items())
+    regions = tuple(region(traced, nest) for traced, nest in nests.items())
     digest = staged.fingerprint
     return Trace(graph, regions, session.automatic, grouping, digest, session.outside)
 
@@ -337,9 +337,9 @@ def _bytes_by_name(graph: Graph) -> dict[str, int]:
     return sizes
 
 
-def _copies(one: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
+def _copies(one: Mapping[str, int], totals: Mapping[str, int]) -> dict[str, int]:
     """How many there are of each value that the step has."""
-    return {name: max(1, held[name] // max(1, b)) for name, b in one.items() if name in held}
+    return {name: max(1, totals[name] // max(1, b)) for name, b in one.items() if name in totals}
 
 
 def _plan_names(traced: Sequence[str], values: Iterable[str]) -> dict[str, str]:

@@ -127,14 +127,14 @@ def explain(plan: PlanRecord, name: str) -> tuple[Explanation, ...]:
         TargetError: The plan is for a device of the machine it was made on, not of this one.
     """
     residuals, pinned = plan.answer.residuals, dict(plan.answer.pinned)
-    found = fitting(residuals, name)
-    if not found:
+    matches = fitting(residuals, name)
+    if not matches:
         known = ", ".join(r.label for r in residuals[:8])
-        there = f"It has {known}… (print it to see all)" if known else NO_ROWS
-        raise PlanMismatchError(f"The plan has no residual called {name!r}. {there}")
+        hint = f"It has {known}… (print it to see all)" if known else NO_ROWS
+        raise PlanMismatchError(f"The plan has no residual called {name!r}. {hint}")
     where = _Explaining(plan, published(plan.question.target))
-    by_hand = [r for r in found if r.name in pinned]
-    others = [r for r in found if r.name not in pinned]
+    by_hand = [r for r in matches if r.name in pinned]
+    others = [r for r in matches if r.name not in pinned]
     explained = rows(by_hand, plan.decisions) + rows(others, plan.decisions)
     return tuple(map(where.row, explained))
 
@@ -193,7 +193,7 @@ class _Explaining:
         todo = list(r.sources)
         while todo:
             source = self.by_name[todo.pop()]
-            dropped = self.decisions[source.name] is Decision.RECOMPUTE and not source.boundary
+            dropped = self.decisions[source.name] is Decision.RECOMPUTE and not source.region_input
             if source.name not in sources and dropped:
                 sources[source.name] = source
                 todo += source.sources

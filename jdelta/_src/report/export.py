@@ -87,20 +87,20 @@ def _names(plan: PlanRecord) -> _Names:
     residuals, planned = plan.answer.residuals, plan.decisions
     decisions: dict[str, Decision] = {}
     for r in residuals:
-        given = r.given if r.label == r.name else ""  # else given where no policy is asked
+        user_name = r.user_name if r.label == r.name else ""  # else given where no policy is asked
         decision = planned[r.name]
-        if given and decisions.setdefault(given, decision) is not decision:
+        if user_name and decisions.setdefault(user_name, decision) is not decision:
             raise PlanMismatchError(
-                f"The plan decides differently about values called {given!r}: "
-                f"{decisions[given].value} and {decision.value}. Others decide once for all "
-                f"layers: pin them (pin={{{given!r}: ...}}) and plan again."
+                f"The plan decides differently about values called {user_name!r}: "
+                f"{decisions[user_name].value} and {decision.value}. Others decide once for all "
+                f"layers: pin them (pin={{{user_name!r}: ...}}) and plan again."
             )
     unnamed = [
         r
         for r in residuals
-        if not (r.given or r.boundary) and planned[r.name] is not Decision.RECOMPUTE
+        if not (r.user_name or r.region_input) and planned[r.name] is not Decision.RECOMPUTE
     ]
-    entering = {planned[r.name] for r in residuals if r.boundary} - {_RECOMPUTE}
+    entering = {planned[r.name] for r in residuals if r.region_input} - {_RECOMPUTE}
     return _Names(decisions, unnamed, min(entering, key=list(Decision).index, default=_SAVE))
 
 

@@ -164,11 +164,11 @@ def _alive(line: Timeline, rename: Callable[[Any], str]) -> Iterator[_Alive]:
             living.pop(v, None)
 
 
-def _coarse(found: Sequence[Moment]) -> Iterator[Moment]:
+def _coarse(fine_moments: Sequence[Moment]) -> Iterator[Moment]:
     """The same with neighbours merged, the largest of them shown, until few enough are left."""
-    size = max(1, -(-len(found) // _FINEST))
-    for start in range(0, len(found), size):
-        part = found[start : start + size]
+    size = max(1, -(-len(fine_moments) // _FINEST))
+    for start in range(0, len(fine_moments), size):
+        part = fine_moments[start : start + size]
         most = max(part, key=lambda m: m.bytes)
         yield replace(most, start=part[0].start, seconds=sum(m.seconds for m in part))
 

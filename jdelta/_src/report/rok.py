@@ -52,7 +52,7 @@ def curves(points: Sequence[RokPoint]) -> list[RokCurve]:
     others = [way for way in dict.fromkeys(p.way for p in points) if way not in decisions]
     roles = {way: _OTHERS[i % len(_OTHERS)] for i, way in enumerate(others)}
     return [
-        RokCurve(step, way, roles.get(way, way), tuple(sorted(found, key=lambda p: p.batch)))
+        RokCurve(step, way, roles.get(way, way), tuple(sorted(runs, key=lambda p: p.batch)))
         for step, way in dict.fromkeys((p.step, p.way) for p in points)
-        if (found := [p for p in points if (p.step, p.way) == (step, way)])
+        if (runs := [p for p in points if (p.step, p.way) == (step, way)])
     ]

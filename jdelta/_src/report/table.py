@@ -71,7 +71,7 @@ class Row:
     def why(self) -> str:
         """The reason for the decision, in a few words."""
         seconds = format_seconds(self.seconds)
-        if self.sample.boundary:
+        if self.sample.region_input:
             return "enters a region"
         if self.decision is not Decision.RECOMPUTE:
             return f"saves {seconds}"
@@ -84,7 +84,7 @@ class Row:
 
 def rows(residuals: Sequence[Residual], decisions: Mapping[str, Decision]) -> list[Row]:
     """The table's rows: saved ones first, larger ones first."""
-    made = [
+    table_rows = [
         Row(
             name=name if len(group) > 1 else group[0].label,
             regions=len(group),
@@ -96,7 +96,7 @@ def rows(residuals: Sequence[Residual], decisions: Mapping[str, Decision]) -> li
         )
         for name, group in _alike(residuals, decisions)
     ]
-    return sorted(made, key=lambda row: (_ORDER[row.decision], -row.bytes))
+    return sorted(table_rows, key=lambda row: (_ORDER[row.decision], -row.bytes))
 
 
 _Array: TypeAlias = tuple[tuple[int, ...], str, int]
@@ -123,11 +123,11 @@ def _alike(
         pattern = f"{region}{NUMBERED.sub('*', scopes)}/{last}"
         joined.setdefault((pattern, decision, array), []).append((region + inner, group))
         alike[pattern, array] += len(group)
-    found: list[tuple[str, list[Residual]]] = []
+    named_groups: list[tuple[str, list[Residual]]] = []
     for (pattern, _, array), parts in joined.items():
         is_one = len(parts) > 1 and _fitting(pattern, residuals) == alike[pattern, array]
-        found += [(pattern, [r for _, group in parts for r in group])] if is_one else parts
-    return found
+        named_groups += [(pattern, [r for _, group in parts for r in group])] if is_one else parts
+    return named_groups
 
 
 def _fitting(pattern: str, residuals: Sequence[Residual]) -> int:

@@ -47,7 +47,7 @@ def decisions_of(
     return {
         r.name: answers[r.name]
         for r in residuals
-        if r.name in answers and (not r.boundary or answers[r.name] is Decision.OFFLOAD)
+        if r.name in answers and (not r.region_input or answers[r.name] is Decision.OFFLOAD)
     }
 
 

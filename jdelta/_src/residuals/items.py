@@ -26,19 +26,19 @@ class Items:
     """The residuals of a step as a problem, those that the user pinned taken out.
 
     Attributes:
-        problem: What is left to decide, with capacity zero. To drop a boundary means to move it.
-        deep: The same with boundaries to be decided about too; None where there are none that may
+        problem: What is left to decide, with capacity zero. To drop a region input is to move it.
+        deep: The same with region inputs to be decided about; None where there are none that may
             be moved.
-        whole: The same with all residuals, none pinned: it prices complete decisions.
+        unpinned: The same with all residuals, none pinned: it prices complete decisions.
         residuals: All residuals of the step.
         pins: What the user decided.
         pinned: The same by the names of residuals.
-        leaving: What becomes of each boundary that does not stay.
+        leaving: What becomes of each region input that does not stay.
     """
 
     problem: Problem
     deep: Problem | None
-    whole: Problem
+    unpinned: Problem
     residuals: tuple[Residual, ...]
     pins: Pins
     pinned: Mapping[str, Decision]
@@ -53,7 +53,7 @@ class Items:
         free = {item.name: d for item, d in zip(self.problem.items, chosen, strict=True)}
         wished = [self.pinned.get(r.name) or self._wished(r, free) for r in self.residuals]
         kept = {name for name, decision in self.pinned.items() if decision not in AWAY}
-        for r, is_recomputed in zip(self.residuals, self.whole.recomputed(wished), strict=True):
+        for r, is_recomputed in zip(self.residuals, self.unpinned.recomputed(wished), strict=True):
             kept.update(r.sources if is_recomputed else ())
         return {
             r.name: d if r.needed or r.name in kept else Decision.RECOMPUTE
@@ -75,8 +75,8 @@ class Items:
         entering = {r.name for r in stays if r.entering and r.name not in self.pinned}
         return self.policy_decisions(decisions) | dict.fromkeys(entering, Decision.RECOMPUTE)
 
-    def with_boundaries(self) -> Items:
-        """The problem in which boundaries may leave the device."""
+    def with_region_inputs(self) -> Items:
+        """The problem in which region inputs may leave the device."""
         return replace(self, problem=self.deep or self.problem)
 
     def in_parts(self, parts: int, regions: Collection[str]) -> Problem:
@@ -93,23 +93,23 @@ class Items:
         return replace(self.problem, items=tuple(items))
 
     def without(self, *closed: Decision) -> Items:
-        """The same problem with these links closed to all but what is pinned, and boundaries."""
+        """The same problem with these links closed to all but what is pinned, and region inputs."""
         items = tuple(_without(item, *closed) for item in self.problem.items)
         return replace(self, problem=replace(self.problem, items=items))
 
     def recompute_seconds(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds to compute again what complete decisions drop."""
-        return self.whole.recompute_seconds([decisions[r.name] for r in self.residuals])
+        return self.unpinned.recompute_seconds([decisions[r.name] for r in self.residuals])
 
     def overhead_but_for_host(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step, transfers to the host left out."""
-        memories = tuple(m for m in self.whole.memories if m.decision is not Decision.OFFLOAD)
-        problem = replace(self.whole, memories=memories)
+        memories = tuple(m for m in self.unpinned.memories if m.decision is not Decision.OFFLOAD)
+        problem = replace(self.unpinned, memories=memories)
         return problem.overhead([decisions[r.name] for r in self.residuals])
 
     def overhead(self, decisions: Mapping[str, Decision]) -> float:
         """Seconds that complete decisions add to the step."""
-        return self.whole.overhead([decisions[r.name] for r in self.residuals])
+        return self.unpinned.overhead([decisions[r.name] for r in self.residuals])
 
     def check_moved(self, decisions: Mapping[str, Decision]) -> None:
         """Refuse a pattern that moves nothing, since the backward pass reads nothing of it.
@@ -138,8 +138,8 @@ class Items:
                 )
 
     def _wished(self, r: Residual, free: Mapping[str, Decision]) -> Decision:
-        """The decision for a residual; a boundary stays, or leaves for another memory."""
-        if not r.boundary:
+        """The decision for a residual; a region input stays, or leaves for another memory."""
+        if not r.region_input:
             return free[r.name]
         stays = free.get(r.name, Decision.SAVE) is Decision.SAVE
         return Decision.SAVE if stays else self.leaving[r.name]
@@ -195,14 +195,14 @@ def items_of(
     links = (host, files) if files else (host,)
     decided = pinned(residuals, links, pins)
     rooms = {link.decision: _room(link, residuals, decided) for link in links}
-    inside = [r for r in residuals if not r.boundary]
-    free = [r for r in residuals if r.boundary and r.name not in decided]
+    inside = [r for r in residuals if not r.region_input]
+    free = [r for r in residuals if r.region_input and r.name not in decided]
     leaving = _leaving(free, links, rooms)
     left = {
         d: room - sum(r.bytes for r in free if leaving.get(r.name) is d)
         for d, room in rooms.items()
     }
-    some = [r for r in residuals if not r.boundary or r.name in leaving]
+    some = [r for r in residuals if not r.region_input or r.name in leaving]
     maker = _Maker(target, links)
 
     def memories(rooms: Mapping[Decision, float]) -> tuple[Memory, ...]:
@@ -214,7 +214,7 @@ def items_of(
         deep=Problem(maker.deep_items(some, decided, filled, leaving), 0.0, filled)
         if leaving
         else None,
-        whole=Problem(maker.items(residuals, {}), 0.0, roomy),
+        unpinned=Problem(maker.items(residuals, {}), 0.0, roomy),
         residuals=tuple(residuals),
         pins=pins,
         pinned=decided,
@@ -246,12 +246,12 @@ _NAMES = {
 
 
 def _leaving(
-    boundaries: Sequence[Residual], links: Sequence[Link], rooms: Mapping[Decision, float]
+    inputs: Sequence[Residual], links: Sequence[Link], rooms: Mapping[Decision, float]
 ) -> dict[str, Decision]:
-    """Where boundaries go that do not stay: by the first link first, till its memory is full."""
+    """Where region inputs go that do not stay: by the first link first, till its memory is full."""
     leaving: dict[str, Decision] = {}
     for link in links:
-        movable = [r for r in boundaries if r.name not in leaving and link.refusal(r) is None]
+        movable = [r for r in inputs if r.name not in leaving and link.refusal(r) is None]
         filled = itertools.accumulate(r.bytes for r in movable)
         pairs = zip(movable, filled, strict=True)
         room = rooms[link.decision]
@@ -272,7 +272,7 @@ class _Maker:
         """Items for the residuals; those pinned to a memory are there anyway, so they are none."""
         index: dict[str, int] = {}
         items: list[Item] = []
-        in_use = {r.name for r in residuals if r.boundary and r.needed}  # whatever is dropped
+        in_use = {r.name for r in residuals if r.region_input and r.needed}  # whatever is dropped
         for r in residuals:
             if pinned.get(r.name, Decision.RECOMPUTE) is Decision.RECOMPUTE:
                 index[r.name] = len(items)
@@ -287,7 +287,7 @@ class _Maker:
         memories: Sequence[Memory],
         leaving: Mapping[str, Decision],
     ) -> tuple[Item, ...]:
-        """Items with boundaries among them: one that is not saved costs its transfers."""
+        """Items with region inputs among them: one that is not saved costs its transfers."""
         items = self.items(residuals, pinned)
         exposed = {
             memory.decision: _exposed(
@@ -296,14 +296,14 @@ class _Maker:
             for memory in memories
         }
 
-        def boundary(item: Item, to: Decision) -> Item:
+        def moved(item: Item, to: Decision) -> Item:
             move = item.move(to)
             assert move is not None
             seconds = exposed[to] * (move.seconds_out + move.seconds_in)
             bare = 0.0 if seconds else move.seconds_exposed  # hidden by nothing
             return _without(replace(item, seconds=seconds + bare), *AWAY)
 
-        return tuple(boundary(i, leaving[i.name]) if i.name in leaving else i for i in items)
+        return tuple(moved(i, leaving[i.name]) if i.name in leaving else i for i in items)
 
     def _item(self, r: Residual, sources: tuple[int, ...], *, is_pinned: bool) -> Item:
         """One residual as an item; ``is_pinned`` leaves nothing but to recompute it."""

@@ -62,12 +62,12 @@ def fitting(
     """
     readings: tuple[Callable[[Residual], bool], ...] = (
         lambda r: pattern in (r.name, r.label, r.entering),
-        lambda r: pattern == r.given or r.name in users.get(pattern, ()),
+        lambda r: pattern == r.user_name or r.name in users.get(pattern, ()),
         lambda r: _fits(r, pattern.replace("[", "[[]")),
         lambda r: _fits(r, pattern),
     )
-    found = ([r for r in residuals if fits(r)] for fits in readings)
-    return next(filter(None, found), [])
+    matches = ([r for r in residuals if fits(r)] for fits in readings)
+    return next(filter(None, matches), [])
 
 
 def _fits(r: Residual, pattern: str) -> bool:
@@ -114,7 +114,7 @@ def _pinnable(
             else f"pin: no residual is called {pattern!r}; {_names(residuals)}"
         )
     if decision is Decision.RECOMPUTE:
-        fit = [r for r in fit if not r.boundary]
+        fit = [r for r in fit if not r.region_input]
     if not fit and residuals:
         raise PlanMismatchError(
             f"pin: {pattern!r} fits only what enters a region, which jax.checkpoint keeps: "
@@ -131,15 +131,18 @@ def _names(residuals: Sequence[Residual]) -> str:
 
 
 def _check_order(
-    residuals: Sequence[Residual], pins: Pins, found: Mapping[str, Decision], by: Mapping[str, str]
+    residuals: Sequence[Residual],
+    pins: Pins,
+    decided: Mapping[str, Decision],
+    by: Mapping[str, str],
 ) -> None:
     """Refuse a name that a later pattern decides about: it would be ignored."""
-    names = {name for r in residuals for name in (r.name, r.label, r.entering, r.given)}
+    names = {name for r in residuals for name in (r.name, r.label, r.entering, r.user_name)}
     for pattern, decision in pins.decisions.items():
         if pattern not in names | pins.users.keys():
             continue
-        fit = [r.name for r in pins.fitting(residuals, pattern) if r.name in found]
-        if all(found[name] is not Decision(decision) for name in fit):
+        fit = [r.name for r in pins.fitting(residuals, pattern) if r.name in decided]
+        if all(decided[name] is not Decision(decision) for name in fit):
             raise PlanMismatchError(
                 f"pin: {pattern!r} decides nothing, since {by[fit[0]]!r} after it fits the same: "
                 "the last one counts. Put the name behind the pattern."

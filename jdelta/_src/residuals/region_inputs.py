@@ -1,8 +1,8 @@
 """Boundaries: values that the step computes and hands to a region.
 
 ``jax.checkpoint`` keeps of a region's inputs what its backward pass reads, or computes again from
-them. A boundary cannot be recomputed, but it can be offloaded: under a budget that is below what
-recompute alone reaches. Weights, constants and slices of a loop's inputs are no boundaries.
+them. A region input cannot be recomputed, but it can be offloaded: under a budget below what
+recompute alone reaches. Weights, constants and slices of a loop's inputs are none.
 """
 
 from __future__ import annotations
@@ -21,40 +21,41 @@ from jdelta._src.regions.trace import Trace
 from jdelta._src.residuals.residual import Residual, needed_inputs, residuals, with_consumers
 
 INPUT_OF_REGION = "input"
-"""What stands for the producer of a boundary that no region makes."""
+"""What stands for the producer of a region input that no region makes."""
 
 
-def with_boundaries(trace: Trace, target: Target) -> tuple[Residual, ...]:
-    """The residuals of a step and its boundaries, in the order of the forward pass.
+def with_region_inputs(trace: Trace, target: Target) -> tuple[Residual, ...]:
+    """The residuals of a step and its region inputs, in the order of the forward pass.
 
-    A boundary that is a residual of the region it comes out of is one item: that residual.
+    A region input that is a residual of the region it comes out of is one item: that residual.
     """
     entries = list(_entries(trace.graph, {}, OUTSIDE))
     shared = Counter(entry.buffer for entry in entries)
     alone = [entry for entry in entries if shared[entry.buffer] == 1]
-    found = {r.name: r for region in trace.regions for r in residuals(region, target)}
+    by_name = {r.name: r for region in trace.regions for r in residuals(region, target)}
     read = {name for region in trace.regions for name in needed_inputs(region, target)}
-    items = {name: name for name in found}
+    items = {name: name for name in by_name}
     for entry in alone:
         name = trace.plan_name(entry.name)
         maker = trace.plan_name(entry.maker) if entry.maker else None
-        if maker in found and found[maker].loops == 0:
+        if maker in by_name and by_name[maker].loops == 0:
             items[name] = maker
-            found[maker] = replace(
-                found[maker],
-                boundary=True,
+            by_name[maker] = replace(
+                by_name[maker],
+                region_input=True,
                 entering=name,
-                needed=found[maker].needed or name in read,
+                needed=by_name[maker].needed or name in read,
                 sources=(),
                 seconds=0.0,
-                given=found[maker].given or entry.given,
+                user_name=by_name[maker].user_name or entry.user_name,
             )
         else:
             items[name] = name
             region = trace.aliases[entry.name.region]
-            found[name] = _residual(entry, name, region, needed=name in read)
+            by_name[name] = _residual(entry, name, region, needed=name in read)
     known = (
-        replace(r, sources=tuple(items[s] for s in r.sources if s in items)) for r in found.values()
+        replace(r, sources=tuple(items[s] for s in r.sources if s in items))
+        for r in by_name.values()
     )
     return with_consumers(_ordered(list(known), trace))
 
@@ -66,18 +67,18 @@ def users_names(trace: Trace, residuals: Sequence[Residual]) -> dict[str, list[s
 
     Args:
         trace: The step.
-        residuals: Its residuals and boundaries.
+        residuals: Its residuals and region inputs.
 
     Returns:
         For example ``{"layer_out": ["h_1/layer_out", "h_2/layer_out"]}``.
     """
     items = {r.name: r.name for r in residuals}
     items |= {r.entering: r.name for r in residuals if r.entering}
-    found: dict[str, dict[str, None]] = {}
-    for given, name in _given_names(trace.graph, {}):
+    by_user_name: dict[str, dict[str, None]] = {}
+    for user_name, name in _given_names(trace.graph, {}):
         if item := items.get(trace.plan_name(name)):
-            found.setdefault(given, {})[item] = None
-    return {given: list(names) for given, names in found.items()}
+            by_user_name.setdefault(user_name, {})[item] = None
+    return {user_name: list(names) for user_name, names in by_user_name.items()}
 
 
 def _given_names(
@@ -87,8 +88,8 @@ def _given_names(
     buffers, called = graph.buffers(), _called(graph, carried)
     for op in graph.operations:
         if isinstance(op.name, RegionName) and op.inputs and not op.backward:
-            for given in called.get(buffers[op.inputs[0]], ()):
-                yield given, op.name
+            for user_name in called.get(buffers[op.inputs[0]], ()):
+                yield user_name, op.name
         for body in op.bodies:
             yield from _given_names(body, _carried(op) if body is op.body else {})
 
@@ -103,7 +104,7 @@ class _Entry:
         value: The value.
         maker: Name of the same buffer in the region that makes it, if one does.
         nest: The loops around it.
-        given: The user's own ``checkpoint_name`` of it; empty where it has none.
+        user_name: The user's own ``checkpoint_name`` of it; empty where it has none.
         line: Where the user's code computes it.
     """
 
@@ -112,7 +113,7 @@ class _Entry:
     value: Value
     maker: RegionName | None
     nest: Nest
-    given: str
+    user_name: str
     line: str
 
 
@@ -141,7 +142,7 @@ def _entries(graph: Graph, carried: Mapping[int, int | None], nest: Nest) -> Ite
                     value=value,
                     maker=makers.get(buffer),
                     nest=nest,
-                    given=op.name.given or next(iter(called.get(buffer, ())), ""),
+                    user_name=op.name.user_name or next(iter(called.get(buffer, ())), ""),
                     line=_jax.line_of(makes.get(buffer, op).equation),
                 )
         if op.body is not None and op.primitive != "cond":
@@ -155,9 +156,9 @@ def _called(graph: Graph, carried: Mapping[int, int | None]) -> Mapping[int, Seq
     buffers = graph.buffers()
     called: defaultdict[int, list[str]] = defaultdict(list)
     for op in graph.operations:
-        given = op.name.given if isinstance(op.name, RegionName) else op.name
-        if given and op.inputs and given not in called[buffers[op.inputs[0]]]:
-            called[buffers[op.inputs[0]]].append(given)
+        user_name = op.name.user_name if isinstance(op.name, RegionName) else op.name
+        if user_name and op.inputs and user_name not in called[buffers[op.inputs[0]]]:
+            called[buffers[op.inputs[0]]].append(user_name)
     handed = {v: called[buffers[out]] for v, out in carried.items() if out is not None}
     return {v: [*called[v], *handed.get(v, ())] for v in {*called, *handed}}
 
@@ -166,7 +167,7 @@ def _is_computed(op: Operation | None, graph: Graph) -> bool:
     """Whether an operation makes a value that is not just an argument of the step, converted."""
     if op is None or op.primitive in FREE:
         return False
-    return op.primitive not in CHEAP or not set(op.inputs) <= set(graph.given)
+    return op.primitive not in CHEAP or not set(op.inputs) <= set(graph.initial_values)
 
 
 def _carried(op: Operation) -> dict[int, int | None]:
@@ -194,8 +195,8 @@ def _residual(entry: _Entry, name: str, region: str, *, needed: bool) -> Residua
         loops=entry.nest.loops,
         repeats=entry.nest.repeats,
         spec=entry.value.spec,
-        boundary=True,
-        given=entry.given,
+        region_input=True,
+        user_name=entry.user_name,
         line=entry.line,
     )
 

@@ -45,9 +45,9 @@ class Residual:
         spec: For each dimension the mesh axes that it is sharded over, and the devices along each;
             empty when it is not sharded.
         conditional: Whether it is in a branch of a ``cond``; offload does not work there.
-        boundary: Whether it enters a region, and so stays in memory unless it is offloaded.
+        region_input: Whether it enters a region, and so stays in memory unless it is offloaded.
         entering: Name that it has there, where it is a residual of the region it comes from too.
-        given: The user's own ``checkpoint_name`` of the value; empty where it has none.
+        user_name: The user's own ``checkpoint_name`` of the value; empty where it has none.
         line: Where the user's code computes it, ``model.py:31``; empty where that is not known.
     """
 
@@ -68,16 +68,16 @@ class Residual:
     holding: float = 0.0
     spec: Spec = ()
     conditional: bool = False
-    boundary: bool = False
+    region_input: bool = False
     entering: str | None = None
-    given: str = ""
+    user_name: str = ""
     line: str = ""
 
     @property
     def label(self) -> str:
         """Its name as it is printed: with the user's own, where that is given outside of it."""
-        is_in_name = not self.given or f"/{self.given}" in self.name
-        return self.name if is_in_name else f"{self.name} ({self.given})"
+        is_in_name = not self.user_name or f"/{self.user_name}" in self.name
+        return self.name if is_in_name else f"{self.name} ({self.user_name})"
 
 
 def residuals(region: Region, target: Target) -> tuple[Residual, ...]:
@@ -90,13 +90,13 @@ def needed_inputs(region: Region, target: Target) -> frozenset[str]:
     return _Analysis(region, target).needed_inputs()
 
 
-def with_consumers(found: Sequence[Residual]) -> tuple[Residual, ...]:
+def with_consumers(all_residuals: Sequence[Residual]) -> tuple[Residual, ...]:
     """The residuals, each with the names of those that it is a source of."""
     consumers: dict[str, list[str]] = {}
-    for residual in found:
+    for residual in all_residuals:
         for source in residual.sources:
             consumers.setdefault(source, []).append(residual.name)
-    return tuple(replace(r, consumers=tuple(consumers.get(r.name, ()))) for r in found)
+    return tuple(replace(r, consumers=tuple(consumers.get(r.name, ()))) for r in all_residuals)
 
 
 @dataclass
@@ -112,9 +112,9 @@ class _Chain:
     sources: set[int] = field(default_factory=set[int])
     work: dict[int, float] = field(default_factory=dict[int, float])
 
-    def then(self, made: int, seconds: float) -> _Chain:
+    def then(self, result: int, seconds: float) -> _Chain:
         """The chain with one operation more."""
-        return _Chain(self.sources, {**self.work, made: seconds})
+        return _Chain(self.sources, {**self.work, result: seconds})
 
 
 def _made_together(op: Operation) -> list[tuple[int, ...]]:
@@ -173,14 +173,14 @@ class _Analysis:
         """The buffers that are read, and those that what is always computed again is made of."""
         needed = set(read)
         for op in reversed(self.makers):
-            again = [v for v in op.outputs if v in needed and not self._may_be_kept(op, v)]
-            if again:
+            recomputed = [v for v in op.outputs if v in needed and not self._may_be_kept(op, v)]
+            if recomputed:
                 needed.update(self.base[v] for v in op.inputs)
         return needed
 
     def _constant(self) -> set[int]:
         """Values made of no input and of no array held: the compiler folds them."""
-        varying = set(self.graph.given)
+        varying = set(self.graph.initial_values)
         for op in self.graph.operations:
             if not varying.isdisjoint(op.inputs):
                 varying.update(op.outputs)
@@ -189,40 +189,40 @@ class _Analysis:
     def residuals(self) -> tuple[Residual, ...]:
         roots = storage(self.graph, self.compiler)
         along = spared_reads(self.graph, roots, self.compiler)
-        there = {id(self.graph.operations[index]): read for index, read in along.items()}
-        found: dict[int, Residual] = {}
+        spared = {id(self.graph.operations[index]): read for index, read in along.items()}
+        items: dict[int, Residual] = {}
         below: dict[int, _Chain] = {}
         for op in self.makers:
-            whole = self._chain(op, below, found)
-            seconds = self._seconds(op, roots, there.get(id(op), frozenset()))
+            upstream = self._chain(op, below, items)
+            seconds = self._seconds(op, roots, spared.get(id(op), frozenset()))
             seconds *= op.times * self.batch
-            for made in _made_together(op):
-                chain = whole.then(made[0], seconds * len(made) / len(op.outputs))
-                for v in made:
+            for results in _made_together(op):
+                chain = upstream.then(results[0], seconds * len(results) / len(op.outputs))
+                for v in results:
                     if self._is_item(op, v):
-                        found[v] = self._residual(op, v, chain)
+                        items[v] = self._residual(op, v, chain)
                     else:
                         below[v] = chain
-        return tuple(found.values())
+        return tuple(items.values())
 
     def needed_inputs(self) -> frozenset[str]:
         return frozenset(self._plan_name(v) for v in self.inputs & self.needed)
 
     def _seconds(
-        self, op: Operation, roots: Sequence[frozenset[int]], there: frozenset[int]
+        self, op: Operation, roots: Sequence[frozenset[int]], spared: frozenset[int]
     ) -> float:
         target = self.target
         if op.primitive == TRANSFER:  # a weight that is kept on the host is fetched again
             return sum(self.graph.values[v].bytes for v in op.outputs) / target.rates.host_to_device
-        return operation_seconds(self.graph, op, roots, target.rates, target.backend, there)
+        return operation_seconds(self.graph, op, roots, target.rates, target.backend, spared)
 
     def _chain(
-        self, op: Operation, below: Mapping[int, _Chain], found: Mapping[int, Residual]
+        self, op: Operation, below: Mapping[int, _Chain], items: Mapping[int, Residual]
     ) -> _Chain:
         """Residuals and inputs an operation starts from, and what lies between them and it."""
         chain = _Chain()
         for base in (self.base[v] for v in op.inputs):
-            if base in found or base in self.inputs:
+            if base in items or base in self.inputs:
                 chain.sources.add(base)
             elif base in below:
                 chain.sources |= below[base].sources
@@ -230,8 +230,8 @@ class _Analysis:
         return chain
 
     def _is_item(self, op: Operation, value: int) -> bool:
-        made = self.producers.get(op.inputs[0]) if op.primitive in PARTS else None
-        maker = op if made is None else self.graph.operations[made]
+        index = self.producers.get(op.inputs[0]) if op.primitive in PARTS else None
+        maker = op if index is None else self.graph.operations[index]
         wanted = value in self.needed or maker.primitive not in CHEAP | FREE
         return wanted and self._may_be_kept(op, value)
 
@@ -260,7 +260,7 @@ class _Analysis:
             holding=self._holding(op, value, copies),
             spec=((), *what.spec) if copies > 1 and what.spec else what.spec,
             conditional=self.region.conditional or self.names[value].conditional,
-            given=self.names[value].given,
+            user_name=self.names[value].user_name,
             line=_jax.line_of(op.equation),
         )
 

@@ -26,7 +26,7 @@ def why_unpinnable(trace: Trace, known: Collection[str], name: str) -> str | Non
         for op in region.graph.operations:
             if isinstance(op.name, RegionName) and name in (
                 trace.plan_name(op.name),
-                op.name.given,
+                op.name.user_name,
             ):
                 return _why(trace, known, region, op)
     named = (op for graph in _graphs(trace) for op, _ in walk(graph) if op.name == name)

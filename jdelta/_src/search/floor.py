@@ -93,7 +93,7 @@ def _deep(proposals: Proposals, attempts: Attempts, floor: CompiledCandidate) ->
 
     Larger plans, in which transfers are timed again, may put it there as well.
     """
-    items, proposals.items = proposals.items, proposals.items.with_boundaries()
+    items, proposals.items = proposals.items, proposals.items.with_region_inputs()
     with contextlib.suppress(OffloadError, SpillError):
         deep = attempts.compile(proposals.floor(least=True))
         if not attempts.offload_failed(deep) and deep.peak < floor.peak:
@@ -104,6 +104,6 @@ def _deep(proposals: Proposals, attempts: Attempts, floor: CompiledCandidate) ->
 
 def _expected_deep(proposals: Proposals, floor: Candidate) -> Candidate:
     """The floor with what enters the regions on the host too, if less is predicted for that."""
-    proposals.items = proposals.items.with_boundaries()
+    proposals.items = proposals.items.with_region_inputs()
     deep = proposals.floor(least=True)
     return deep if proposals.expected(deep) < proposals.expected(floor) else floor

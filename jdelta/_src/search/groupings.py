@@ -19,7 +19,7 @@ from jdelta._src.residuals.hand_policy import decisions_of
 from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.pins import Pins
-from jdelta._src.residuals.region_inputs import users_names, with_boundaries
+from jdelta._src.residuals.region_inputs import users_names, with_region_inputs
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.residuals.unpinnable import why_unpinnable
 from jdelta._src.search.candidate import CompiledCandidate, Found
@@ -68,8 +68,8 @@ class Planning:
             SpillError: The same for files.
         """
         first = self._search(AS_WRITTEN)
-        search, found = self._searched(first, first.bound(budget))
-        return search, (first if search.step.grouping.layers > 1 else search).settled(found)
+        search, outcome = self._searched(first, first.bound(budget))
+        return search, (first if search.step.grouping.layers > 1 else search).settled(outcome)
 
     def _searched(self, search: Search, bound: int) -> tuple[Search, Found]:
         if self.pin:
@@ -77,18 +77,18 @@ class Planning:
         has_layers = bool(search.trace.trips) and self.per_layer
         may_be_apart = has_layers and bool(search.step.target.backend.loops.layers)
         try:
-            found = search.run(bound, EARLY if may_be_apart else MOST_COMPILES)
+            outcome = search.run(bound, EARLY if may_be_apart else MOST_COMPILES)
         except BudgetError as error:
             return self._otherwise(search, bound, error)
-        is_done = found.is_good or not may_be_apart
-        return (search, found) if is_done else self._apart(search, found)
+        is_done = outcome.is_good or not may_be_apart
+        return (search, outcome) if is_done else self._apart(search, outcome)
 
     def _pinned(self, search: Search, bound: int) -> Found:
         """A plan that does what the user decided."""
-        found = search.run(bound)
-        if found.best.decisions and not callable(self.pin):
-            search.items.check_moved(found.best.decisions)
-        return found
+        outcome = search.run(bound)
+        if outcome.best.decisions and not callable(self.pin):
+            search.items.check_moved(outcome.best.decisions)
+        return outcome
 
     def _search(
         self,
@@ -102,7 +102,7 @@ class Planning:
         if trace.uncut and self.pin:
             raise TraceError(trace.uncut)
         step = self.step(trace)
-        residuals = with_boundaries(trace, step.target)
+        residuals = with_region_inputs(trace, step.target)
         files = self.files(residuals)
         pins = self._pins(trace, residuals)
         items = items_of(residuals, step.target, self.host_room, pins, files)
@@ -136,18 +136,18 @@ class Planning:
 
     def _apart(self, first: Search, alike: Found) -> tuple[Search, Found]:
         """The best plan with layers decided alike or apart."""
-        bound, search, found = alike.budget, first, alike
+        bound, search, outcome = alike.budget, first, alike
         grouping = first.better_grouping(alike)
         if grouping:
             with contextlib.suppress(BudgetError, TraceError):
                 other = self._search(grouping, first, alike.best)
                 apart = other.run(bound)
                 if apart.best.overhead < alike.best.overhead:
-                    search, found = other, apart
+                    search, outcome = other, apart
         if search is first:
-            found = first.run(bound)
-        known = search.known_grouping(bound, found.best.overhead)
+            outcome = first.run(bound)
+        known = search.known_grouping(bound, outcome.best.overhead)
         if known is None or known == search.trace.grouping:
-            return search, found
+            return search, outcome
         search = self._search(known, search, alike.best)
         return search, search.run(bound)

@@ -57,7 +57,7 @@ def too_small(
         backend: Compiler and devices of the target.
     """
     decisions = floor.decisions or {}
-    inside = (r for r in residuals if not r.boundary and decisions[r.name] is Decision.SAVE)
+    inside = (r for r in residuals if not r.region_input and decisions[r.name] is Decision.SAVE)
     kept = sum(r.bytes for r in inside)
     few = f" but {format_bytes(kept)}" if kept else ""
     host = floor.measurement.host

@@ -264,27 +264,27 @@ def refused(
 
 
 def settled(
-    found: Found, floor: Candidate, floor_bytes: int, plain: Candidate, least: int | None
+    outcome: Found, floor: Candidate, floor_bytes: int, plain: Candidate, least: int | None
 ) -> Found:
     """What was found, with its floor no higher than any peak that was reached.
 
     Args:
-        found: What was found.
+        outcome: What was found.
         floor: Everything recomputed.
         floor_bytes: Its peak, compiled or predicted with all that is known by now.
         plain: The plain step.
         least: The least compiled peak of any plan, bytes.
     """
     plain_bytes = plain.peak if isinstance(plain, CompiledCandidate) else None
-    known = [least, found.best.peak, plain_bytes]
-    known += [None if "floor" in found.estimates else found.floor]
+    known = [least, outcome.best.peak, plain_bytes]
+    known += [None if "floor" in outcome.estimates else outcome.floor]
     least = min(floor_bytes, *filter(None, known))
     estimated = estimates(floor, plain)
     return replace(
-        found,
+        outcome,
         floor=least,
-        ceiling=max(least, found.ceiling if plain_bytes is None else plain_bytes),
-        estimates=tuple(name for name in found.estimates if name in estimated),
+        ceiling=max(least, outcome.ceiling if plain_bytes is None else plain_bytes),
+        estimates=tuple(name for name in outcome.estimates if name in estimated),
     )
 
 

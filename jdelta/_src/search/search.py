@@ -85,15 +85,15 @@ class Search:
             self._compiled_plain()
         return budget.bytes
 
-    def better_grouping(self, found: Found) -> Grouping | None:
+    def better_grouping(self, outcome: Found) -> Grouping | None:
         """How loops over layers should be run to be quicker within the budget, if there is a way.
 
         Args:
-            found: What was found with the loops as they are. It may leave memory that another
+            outcome: What was found with the loops as they are. It may leave memory that another
                 plan for them uses, which is no reason for a grouping.
         """
         proposals, items = self.proposals, self.items
-        capacity = max(0.0, float(found.budget - proposals.floor().predicted))
+        capacity = max(0.0, float(outcome.budget - proposals.floor().predicted))
         trips = self.trace.trips
         seconds: dict[Grouping, float] = {}
         for layers in self.step.target.backend.loops.layers:
@@ -103,7 +103,7 @@ class Search:
             seconds[Grouping(layers)] = added
         alike = proposals.solved_seconds(replace(items.problem, capacity=capacity))
         forward = sum(item.seconds for item in items.problem.items)
-        return rules.worthwhile_grouping(seconds, min(found.best.overhead, alike), forward)
+        return rules.worthwhile_grouping(seconds, min(outcome.best.overhead, alike), forward)
 
     def known_grouping(self, bound: int, seconds: float) -> Grouping | None:
         """That of the quickest plan compiled so far that fits, if it adds less than ``seconds``."""
@@ -140,29 +140,29 @@ class Search:
             self._compiled_plain()
             if plain := self._fitting_plain(bound):
                 return self._as_it_is(plain, bound)
-        return self._found(best, bound, floor)
+        return self._outcome(best, bound, floor)
 
-    def settled(self, found: Found) -> Found:
+    def settled(self, outcome: Found) -> Found:
         """What was found, with its floor compiled and no higher than any peak that was reached.
 
         Simulated floors were up to 28 % too low, and on TPUs, where a small step stays in on-chip
         memory, below zero once corrected by larger plans. So one that was not compiled is called an
         estimate, and is taken only after four programs that each took what was predicted.
         """
-        if found.best.decisions is None:
-            return found
+        if outcome.best.decisions is None:
+            return outcome
         compiles, proposals = self.attempts.compiles, self.proposals
         is_sure = compiles.count >= MOST_COMPILES and compiles.are_foretold
         floor = settled_floor(proposals, self.attempts, is_sure=is_sure, is_small=self._is_small)
         settled = rules.settled(
-            found, floor, proposals.expected(floor), self._plain, compiles.least
+            outcome, floor, proposals.expected(floor), self._plain, compiles.least
         )
         return replace(settled, compiles=compiles.count)
 
     def own_recompute(self) -> float:
         """Seconds that the user's own ``jax.checkpoint`` adds to the plain step."""
         target = self.step.target
-        if not any(op.again for op, _ in walk(self._plain.emission.timeline.graph)):
+        if not any(op.recomputed for op, _ in walk(self._plain.emission.timeline.graph)):
             return 0.0
         without = program_seconds(self.trace.graph, target.rates, target.backend)
         return max(0.0, self.proposals.seconds(self._plain) - without)
@@ -238,7 +238,7 @@ class Search:
         known = self._known(bound, self.proposals.floor())
         best = self.attempts.tried(known) if known else None
         if best and best.peak <= bound:
-            return self._found(best, bound, best)
+            return self._outcome(best, bound, best)
         if self._is_free and error.floor is not None and plain.peak < error.floor:
             floor = self.attempts.compile(self.proposals.floor())
             residuals, backend = self.items.residuals, self.step.target.backend
@@ -272,7 +272,7 @@ class Search:
         """The plain step as the plan."""
         return Found(plain, bound, plain.peak, plain.peak, (), self.attempts.compiles.count)
 
-    def _found(self, best: CompiledCandidate, bound: int, floor: Candidate) -> Found:
+    def _outcome(self, best: CompiledCandidate, bound: int, floor: Candidate) -> Found:
         """The outcome, its floor and ceiling as far as they are known by now."""
         proposals, attempts = self.proposals, self.attempts
         least = min(proposals.expected(floor), best.peak)

@@ -22,13 +22,13 @@ class Result:
 
     Attributes:
         search: The search.
-        found: What it found.
+        outcome: What it found.
         saved: Bytes by which the compiled peak of the plan is lower with its updates moved; 0 where
             they stay where they are.
     """
 
     search: Search
-    found: Found
+    outcome: Found
     saved: int = 0
 
 
@@ -55,15 +55,15 @@ def result(planning: Planning, plain: Step, budget: Budget) -> Result:
     if not both:
         assert isinstance(stay, BudgetError)
         raise min((e for e in (stay, moved) if isinstance(e, BudgetError)), key=_floor)
-    best = min(both, key=lambda r: (r.found.best.overhead, r.found.best.peak))
-    return best if ceiling is None else replace(best, found=_under(best.found, ceiling))
+    best = min(both, key=lambda r: (r.outcome.best.overhead, r.outcome.best.peak))
+    return best if ceiling is None else replace(best, outcome=_under(best.outcome, ceiling))
 
 
-def _under(found: Found, ceiling: int) -> Found:
+def _under(outcome: Found, ceiling: int) -> Found:
     """What was found, beside the compiled peak of the plain step."""
-    estimates = tuple(e for e in found.estimates if e != "ceiling")
-    floor = min(found.floor, ceiling)
-    return replace(found, floor=floor, ceiling=ceiling, estimates=estimates)
+    estimates = tuple(e for e in outcome.estimates if e != "ceiling")
+    floor = min(outcome.floor, ceiling)
+    return replace(outcome, floor=floor, ceiling=ceiling, estimates=estimates)
 
 
 def _tried(search: Callable[[], Result | None]) -> Result | BudgetError | None:
@@ -77,10 +77,10 @@ def _moved(planning: Planning, budget: Budget) -> Result | None:
     def step(trace: Trace) -> Step:
         return replace(planning.step(trace), updates_in_loops=True)
 
-    search, found = replace(planning, step=step).result(budget)
-    policy = found.best.emission.policy
-    saved = _peak(replace(search.step, updates_in_loops=False), policy) - found.best.peak
-    return Result(search, found, saved) if saved > 0 else None
+    search, outcome = replace(planning, step=step).result(budget)
+    policy = outcome.best.emission.policy
+    saved = _peak(replace(search.step, updates_in_loops=False), policy) - outcome.best.peak
+    return Result(search, outcome, saved) if saved > 0 else None
 
 
 def _peak(step: Step, policy: Policy | None) -> int:

@@ -88,7 +88,7 @@ class Director:
         for index, move in queue:
             item = self.problem.items[index]
             row, worth = codes[index], prices * item.bytes + item.holding
-            taken = (link.late(move) <= worth) & (row == SAVE) & (link.room >= move.bytes)
+            taken = (link.added_exposure(move) <= worth) & (row == SAVE) & (link.room >= move.bytes)
             row[taken] = link.code
             link.take(taken, move)
 
@@ -141,7 +141,7 @@ class _Link:
         self.bare += taken * move.seconds_exposed
         self.room -= taken * move.bytes
 
-    def late(self, move: Move) -> Numbers:
+    def added_exposure(self, move: Move) -> Numbers:
         """How many more seconds one more transfer exposes."""
         return (
             np.maximum(self.out + move.seconds_out, 0.0)

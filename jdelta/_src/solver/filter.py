@@ -149,9 +149,11 @@ class Filter:
         flow: Any = scipy.sparse.csgraph.maximum_flow(graph, 2 * size, 2 * size + 1)
         left: Any = graph - flow.flow
         left.eliminate_zeros()
-        near = _reached(left, 2 * size)
-        far = ~_reached(left.T.tocsr(), 2 * size + 1)
-        return [(side[:size] | self.needed, side[size : 2 * size]) for side in (near, far)]
+        near_source = _reached(left, 2 * size)
+        near_sink = ~_reached(left.T.tocsr(), 2 * size + 1)
+        return [
+            (side[:size] | self.needed, side[size : 2 * size]) for side in (near_source, near_sink)
+        ]
 
 
 def _reached(graph: Any, start: int) -> Any:

@@ -21,7 +21,7 @@ def named_errors() -> Generator[None]:
     try:
         yield
     except Exception as error:  # mostly, but not always, a JaxRuntimeError
-        _, found, message = str(error).partition(_MARK)
-        if not found:
+        _, mark, message = str(error).partition(_MARK)
+        if not mark:
             raise
         raise SpillError(message) from error

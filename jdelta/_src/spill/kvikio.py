@@ -31,17 +31,17 @@ class KvikIOAdapter:
 
     def write(self, offset: int, data: memoryview) -> None:
         """Writes all of ``data``."""
-        self._whole(self._file.pwrite, offset, data)
+        self._move_all(self._file.pwrite, offset, data)
 
     def read(self, offset: int, data: memoryview) -> None:
         """Fills ``data``."""
-        self._whole(self._file.pread, offset, data)
+        self._move_all(self._file.pread, offset, data)
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
 
-    def _whole(self, move: Any, offset: int, data: memoryview) -> None:
+    def _move_all(self, move: Any, offset: int, data: memoryview) -> None:
         moved = move(np.frombuffer(data, np.uint8), file_offset=offset).get()
         if moved != data.nbytes:
             raise OSError(f"KvikIO moved {moved} of {data.nbytes} bytes")

@@ -44,19 +44,19 @@ _known: dict[Spill, SpillRates] = {}
 """What was measured last."""
 
 
-def rates_of(spill: Spill, *, again: bool = False) -> SpillRates:
+def rates_of(spill: Spill, *, remeasure: bool = False) -> SpillRates:
     """The rates of a directory, from tensors written and read as a step does.
 
     Takes less than a second, once per process.
 
     Args:
         spill: The directory.
-        again: Whether to measure although it is known, for all who ask later.
+        remeasure: Whether to measure although it is known, for all who ask later.
 
     Raises:
         SpillError: The directory cannot be used, or fails.
     """
-    if again or spill not in _known:
+    if remeasure or spill not in _known:
         _known[spill] = _measure(spill)
     return _known[spill]
 

@@ -126,11 +126,11 @@ def call_nnx(
     outer: list[Any] = []
 
     def pure(rest: Any, *parts: Any) -> Any:
-        state = _whole(parts)
+        state = _state_of(parts)
         leaves = jax.tree.leaves(state)
         merged = nnx.merge(graphdef, state)
-        given, others = iter(merged), iter(rest)
-        filled = [next(given) if _is_nnx(leaf) else next(others) for leaf in flat]
+        nodes, others = iter(merged), iter(rest)
+        filled = [next(nodes) if _is_nnx(leaf) else next(others) for leaf in flat]
         args, kwargs = jax.tree.unflatten(tree, filled)
         out = fun(*args, **kwargs)
         after = nnx.state(merged)
@@ -170,17 +170,17 @@ def without_objects(call: C) -> C:
 
     def fun(*args: Any) -> Any:
         leaves = tree.flatten_up_to(args)
-        merged = nnx.merge(graphdef, _whole([leaves[i] for i in places]))
-        for i, made in zip(places, merged, strict=True):
-            leaves[i] = made
-        given = {id(node): _Given(path) for path, node in _nodes(merged)}
+        merged = nnx.merge(graphdef, _state_of([leaves[i] for i in places]))
+        for i, merged_object in zip(places, merged, strict=True):
+            leaves[i] = merged_object
+        placeholders = {id(node): _Given(path) for path, node in _nodes(merged)}
         out = call.fun(*jax.tree.unflatten(tree, leaves))
-        out = jax.tree.map(lambda leaf: given.get(id(leaf), leaf), out, is_leaf=_is_nnx)
+        out = jax.tree.map(lambda leaf: placeholders.get(id(leaf), leaf), out, is_leaf=_is_nnx)
         return out, _parts(nnx.state(merged), len(places))
 
     def finish(results: Any) -> Any:
         out, after = results
-        nnx.update(objects, _whole(after))
+        nnx.update(objects, _state_of(after))
         own = dict(_nodes(objects))
         out = jax.tree.map(
             lambda leaf: own[leaf.path] if isinstance(leaf, _Given) else leaf,
@@ -216,7 +216,7 @@ def _parts(state: Any, count: int) -> list[Any]:
     return [state.get(i) for i in range(count)]
 
 
-def _whole(parts: Sequence[Any]) -> Any:
+def _state_of(parts: Sequence[Any]) -> Any:
     return nnx.State({i: part for i, part in enumerate(parts) if part is not None})
 
 
