@@ -14,6 +14,7 @@ import pytest
 
 import jdelta
 from jdelta._src.passes.emit import emit
+from jdelta._src.regions.trace import trace
 from tests.flags import flags
 from tests.programs import PROGRAMS, unmarked
 from tests.stand_in import EXACT
@@ -24,7 +25,26 @@ SHARE = 0.5
 
 @pytest.fixture
 def program(request, monkeypatch):
-    """One of the table; a plan is said to take what is simulated, and compiled when it is run."""
+    """One of the table; a plan is said to take what is simulated, and compiled when it is run.
+
+    What is staged and emitted for one plan of a program serves its other plan.
+    """
+    staged, emissions = {}, {}
+
+    def traced(fun, *args, grouping, **options):
+        if grouping not in staged:
+            staged[grouping] = trace(fun, *args, grouping=grouping, **options)
+        return staged[grouping]
+
+    def emitted(step, policy):
+        key = step.grouping, step.automatic, step.outside, policy
+        if key not in emissions:
+            emission = emit(step, policy)
+            later = Later(emission)
+            emissions[key] = dataclasses.replace(emission, lower=lambda: later)
+        return emissions[key]
+
+    monkeypatch.setattr("jdelta._src.api.planning.trace", traced)
     monkeypatch.setattr("jdelta._src.search.propose.emit", emitted)
     monkeypatch.setattr(
         "jdelta._src.search.history.measure", lambda later, *_, **__: (later, later.measured)
@@ -47,11 +67,6 @@ class Later:
 
     def __call__(self, *args):
         return self.compiled()(*args)
-
-
-def emitted(step, policy):
-    emission = emit(step, policy)
-    return dataclasses.replace(emission, lower=lambda: Later(emission))
 
 
 def plain(program):
