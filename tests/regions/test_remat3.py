@@ -111,7 +111,7 @@ def test_a_checkpoint_of_the_users_own_follows_the_policy(stack, policy):
             return jax.jit(jax.grad(loss))(W, X), found
 
     (grads, residuals), off = own(True), own(False)
-    np.testing.assert_allclose(grads, off[0], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(grads, off[0], rtol=1e-5, atol=1e-5 * float(abs(grads).max()))
     per_unit = [r for r in residuals if r[2].startswith("wave/") or "Host" in r[1]]
     assert per_unit == [r for r in off[1] if r[2].startswith("wave/") or "Host" in r[1]]
     if stack is unrolled:
