@@ -21,7 +21,8 @@ def parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="print the tables of a study; run nothing")
     named = [command.add_subparsers(dest="name", required=True) for command in (run, table)]
     for study in studies().values():
-        of_run, of_table = (names.add_parser(study.name, help=study.question) for names in named)
+        question = study.question.replace("%", "%%")  # argparse formats it
+        of_run, of_table = (names.add_parser(study.name, help=question) for names in named)
         for one in (of_run, of_table):
             one.description = f"{study.question}\n\n{inspect.getmodule(study.jobs).__doc__}"
             one.formatter_class = argparse.RawDescriptionHelpFormatter

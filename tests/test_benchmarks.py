@@ -124,6 +124,15 @@ def test_every_study_explains_itself(name, capsys):
         assert STUDIES[name].question in said
 
 
+@pytest.mark.parametrize("command", ["run", "table"])
+def test_every_command_lists_the_studies(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main([command, "--help"])
+    assert stopped.value.code == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in STUDIES)
+
+
 def test_the_list_has_every_study_and_what_it_asks(capsys):
     __main__.main(["list"])
     said = capsys.readouterr().out
