@@ -132,6 +132,8 @@ CUDA = Backend(
         products_run_sums=False,
         merges_sums=True,
         softmax=False,
+        # With 16384 the gradient of scores has memory of its own, with 32768 it is written over
+        # them (benchmarks/compilers/storage.py).
         longest_row=16384,
         heavy=frozenset({"erf", "erfc", "erf_inv"}),  # they become dozens of instructions
         shares_what_is_heavy=True,
@@ -139,6 +141,8 @@ CUDA = Backend(
         masks_groups=True,
         # 79 instructions, as a GPU rotates in one (benchmarks/compilers/cycles.py).
         threefry_operations=80.0,
+        # 126 tiles are split, 132 are not; what 8 divides is copied, what 16 divides is not
+        # (benchmarks/compilers/storage.py).
         split=SplitProducts(alignment=16, tile=128, tiles=128),
     ),
     loops=Loops(
