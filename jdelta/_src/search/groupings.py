@@ -60,7 +60,7 @@ class Planning:
         """Search until the budget is used, or no way of running the loops promises more.
 
         Returns:
-            The plan, and the search that found it.
+            The search, and the plan that it found.
 
         Raises:
             BudgetError: The budget is below the least peak that the step can reach.
