@@ -283,15 +283,13 @@ def test_without_its_directory_nothing_is_spilled(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("habit", "remat"),
+    "remat",
     [
-        *(pytest.param(habit, jdelta.remat, id=f"{habit}-marked") for habit in TRAINERS),
-        *(
-            pytest.param(habit, identity, id=f"{habit}-found", marks=pytest.mark.full)
-            for habit in TRAINERS
-        ),
+        pytest.param(jdelta.remat, id="marked"),
+        pytest.param(identity, id="found", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.parametrize("habit", TRAINERS)
 def test_what_trainers_do(habit, remat, spill):
     step, args = TRAINERS[habit](1024, 64, remat)
     plain, _ = TRAINERS[habit](1024, 64, identity)

@@ -44,8 +44,8 @@ class DeferredPlan:
             donate_argnums: As in ``jax.jit``; default: those given to ``jdelta.plan``.
             donate_argnames: As in ``jax.jit``; default likewise.
         """
-        arguments = together(donate_argnums, donate_argnames)
-        donate = self._step.donate if arguments is None else self._step.normal("donate", arguments)
+        donated = together(donate_argnums, donate_argnames)
+        donate = self._step.donate if donated is None else self._step.normal("donate", donated)
         step = replace(self._step, donate=donate)
         deferred = _Deferred(step, functools.partial(self._make, step, self.budget, **self.options))
         return functools.update_wrapper(deferred, self.step_fn, updated=())

@@ -363,8 +363,8 @@ class Plan(PlanRecord):
                 "it with plan.save(path), and on the machine that trains call "
                 "jdelta.load(path).jit(step_fn)."
             )
-        arguments = together(donate_argnums, donate_argnames)
-        donate = self.donate_argnums if arguments is None else step.normal("donate", arguments)
+        donated = together(donate_argnums, donate_argnames)
+        donate = self.donate_argnums if donated is None else step.normal("donate", donated)
         own = self._step if self._step is not None and step.fun is self._step.fun else None
         step = replace(own or step, donate=donate, static=self.static)
         planned = self._call if own else None
