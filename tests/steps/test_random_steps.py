@@ -19,6 +19,7 @@ from jdelta._src.backends.target import resolve
 from jdelta._src.decision import Decision
 from jdelta._src.passes.emit import Step, emit
 from jdelta._src.passes.program import Context, Program
+from jdelta._src.passes.recompute import with_recompute
 from jdelta._src.passes.timed_transfers import timed
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
@@ -93,6 +94,10 @@ def test_results_equal_the_plain_step(layers):
         policy = Policy.of(by_name, found.loops, TARGET.backend)
         placed = TARGET.abstract(args)
         emit(Step(step, placed, (), TARGET, found.aliases, automatic=found.automatic), policy)
+        written = with_recompute(found.recorded.program, policy)
+        if written is not None:  # what plans are made of
+            evaluated = functools.partial(_jax.evaluate, written)
+            check(jax.jit(evaluated)(*jax.tree.leaves(args)), expected)
         staged = jax.make_jaxpr(planned_step)(*args)
         for backend in BACKENDS.values():
             program = Program(staged)

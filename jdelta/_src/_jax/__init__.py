@@ -42,6 +42,7 @@ from jdelta._src._jax.checkpoint import is_shielded as is_shielded
 from jdelta._src._jax.checkpoint import name_equation as name_equation
 from jdelta._src._jax.checkpoint import named_value as named_value
 from jdelta._src._jax.checkpoint import plain as plain
+from jdelta._src._jax.checkpoint import remat_equation as remat_equation
 from jdelta._src._jax.checkpoint import renamed as renamed
 from jdelta._src._jax.checkpoint import watch_checkpoints as watch_checkpoints
 from jdelta._src._jax.digest import digest as digest
@@ -53,13 +54,20 @@ from jdelta._src._jax.equation import COTANGENT as COTANGENT
 from jdelta._src._jax.equation import DEBUG as DEBUG
 from jdelta._src._jax.equation import REGION as REGION
 from jdelta._src._jax.equation import complex_equation as complex_equation
+from jdelta._src._jax.equation import copy_equation as copy_equation
+from jdelta._src._jax.equation import in_fresh_variables as in_fresh_variables
 from jdelta._src._jax.equation import in_scopes as in_scopes
 from jdelta._src._jax.equation import is_backward as is_backward
+from jdelta._src._jax.equation import is_backward_of_backward as is_backward_of_backward
 from jdelta._src._jax.equation import manual_axes as manual_axes
 from jdelta._src._jax.equation import name_stack as name_stack
 from jdelta._src._jax.equation import part_equations as part_equations
+from jdelta._src._jax.equation import rounding_equation as rounding_equation
 from jdelta._src._jax.equation import scan_counts as scan_counts
+from jdelta._src._jax.equation import scan_equation as scan_equation
+from jdelta._src._jax.equation import stacked as stacked
 from jdelta._src._jax.equation import with_barriers as with_barriers
+from jdelta._src._jax.equation import with_scopes as with_scopes
 from jdelta._src._jax.hooks import LINEARIZE as LINEARIZE
 from jdelta._src._jax.hooks import SCAN as SCAN
 from jdelta._src._jax.hooks import VJP as VJP
@@ -75,6 +83,7 @@ from jdelta._src._jax.interpreter import run as run
 from jdelta._src._jax.interpreter import write as write
 from jdelta._src._jax.jaxprs import Eqn as Eqn
 from jdelta._src._jax.jaxprs import Jaxpr as Jaxpr
+from jdelta._src._jax.jaxprs import body_of as body_of
 from jdelta._src._jax.jaxprs import consts_of as consts_of
 from jdelta._src._jax.jaxprs import dependents as dependents
 from jdelta._src._jax.jaxprs import function_name as function_name
@@ -86,6 +95,7 @@ from jdelta._src._jax.jaxprs import program_of as program_of
 from jdelta._src._jax.jaxprs import rebuild as rebuild
 from jdelta._src._jax.jaxprs import single as single
 from jdelta._src._jax.jaxprs import stage as stage
+from jdelta._src._jax.jaxprs import variables as variables
 from jdelta._src._jax.jaxprs import with_equations as with_equations
 from jdelta._src._jax.jaxprs import with_outputs as with_outputs
 from jdelta._src._jax.meshes import current_mesh as current_mesh
@@ -103,6 +113,7 @@ from jdelta._src._jax.values import has_explicit_axes as has_explicit_axes
 from jdelta._src._jax.values import is_array as is_array
 from jdelta._src._jax.values import is_complex as is_complex
 from jdelta._src._jax.values import is_inexact as is_inexact
+from jdelta._src._jax.values import is_real as is_real
 from jdelta._src._jax.values import is_var as is_var
 from jdelta._src._jax.values import new_var as new_var
 from jdelta._src._jax.values import on_host as on_host

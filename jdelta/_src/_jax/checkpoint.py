@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,37 @@ def checkpointed(
         return jax.tree.unflatten(tree, results)
 
     return call
+
+
+def remat_equation(
+    body: Jaxpr,
+    policy: Callable[..., Any],
+    operands: Sequence[Var],
+    results: Sequence[Var],
+    like: Eqn,
+    *,
+    prevent_cse: bool,
+) -> Eqn:
+    """What ``jax.checkpoint`` leaves in a backward pass: a call of ``body``, an open program.
+
+    Args:
+        body: What is computed: again, and of cotangents.
+        policy: The policy that it was written under.
+        operands: What ``body`` is given.
+        results: What it makes.
+        like: An equation of the same place in the user's code.
+        prevent_cse: Whether recompute in it is shielded.
+    """
+    params = {"jaxpr": body, "policy": policy, "prevent_cse": prevent_cse, "differentiated": True}
+    return from_template(_remat_equation(), operands, results, like, **params)
+
+
+@functools.cache
+def _remat_equation() -> Eqn:
+    """A ``jax.checkpoint``, as a template."""
+    policy = jax.checkpoint_policies.nothing_saveable
+    call = checkpointed(jax.lax.neg, policy, prevent_cse=False)
+    return open_jaxpr(jaxpr_of(call, np.float32(0))).eqns[0]
 
 
 def watch_checkpoints(look: Callable[[Any, Jaxpr], None]) -> None:

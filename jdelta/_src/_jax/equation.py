@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src.core import unmapped_aval
+from jax.extend import core
 
 from jdelta._src._jax.jaxprs import Eqn, Jaxpr, jaxpr_of, open_jaxpr, rebuild
 from jdelta._src._jax.values import Atom, Var, is_var, new_var
@@ -24,12 +26,23 @@ DEBUG = frozenset({"debug_callback", "debug_print"})
 
 def name_stack(eqn: Eqn) -> str:
     """The scopes an equation was traced under, transformations included, joined by slashes."""
-    return str(eqn.source_info.name_stack)
+    return _joined(eqn.source_info.name_stack)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _joined(stack: Any) -> str:
+    """A name stack in words; equations of equal layers share few."""
+    return str(stack)
 
 
 def is_backward(eqn: Eqn) -> bool:
     """Whether differentiation in reverse made the equation."""
     return "transpose(" in name_stack(eqn)
+
+
+def is_backward_of_backward(eqn: Eqn) -> bool:
+    """Whether differentiation in reverse of what it had made already made the equation."""
+    return name_stack(eqn).count("transpose(") > 1
 
 
 def within(eqn: Eqn, call: Eqn) -> Eqn:
@@ -47,6 +60,29 @@ def in_scopes(eqn: Eqn, *scopes: str) -> Eqn:
     info = eqn.source_info
     stack = functools.reduce(lambda stack, scope: stack.extend(scope), scopes, info.name_stack)
     return eqn.replace(source_info=info.replace(name_stack=stack))
+
+
+def with_scopes(eqn: Eqn, rename: Callable[[str], str]) -> Eqn:
+    """An equation as if the scopes it was traced under had other names."""
+    info = eqn.source_info
+    scopes = info.name_stack.stack
+    renamed = tuple(type(scope)(rename(scope.name)) for scope in scopes)
+    if renamed == tuple(scopes):
+        return eqn
+    return eqn.replace(source_info=info.replace(name_stack=type(info.name_stack)(renamed)))
+
+
+def in_fresh_variables(eqn: Eqn, became: dict[Var, Var]) -> Eqn:
+    """An equation of other variables.
+
+    Args:
+        eqn: The equation.
+        became: From variables to those in their place. New ones for its results are added.
+    """
+    results = [new_var(v.aval) if is_var(v) else v for v in eqn.outvars]
+    operands = [became.get(v, v) if is_var(v) else v for v in eqn.invars]
+    became.update((v, new) for v, new in zip(eqn.outvars, results, strict=True) if is_var(v))
+    return eqn.replace(invars=operands, outvars=results)
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -102,6 +138,71 @@ def with_barriers(closed: Jaxpr, after: Mapping[int, Sequence[Sequence[Var]]]) -
 def _barrier_equation() -> Eqn:
     barrier = jaxpr_of(jax.lax.optimization_barrier, np.float32(0))
     return open_jaxpr(barrier).eqns[0]
+
+
+def copy_equation(source: Var, like: Eqn, *, to_host: bool) -> Eqn:
+    """A copy of a value between device and host memory, at the source line of ``like``."""
+    space = jax.memory.Space.Host if to_host else jax.memory.Space.Device
+    (template,) = open_jaxpr(jaxpr_of(lambda x: jax.device_put(x, space), source.aval)).eqns
+    return from_template(template, [source], [new_var(template.outvars[0].aval)], like)
+
+
+def rounding_equation(source: Var, target: Var, like: Eqn) -> Eqn:
+    """A real value rounded to as many bits as its type has, at the source line of ``like``."""
+    bits = jax.numpy.finfo(source.aval.dtype)
+    (template,) = open_jaxpr(
+        jaxpr_of(lambda x: jax.lax.reduce_precision(x, bits.nexp, bits.nmant), source.aval)
+    ).eqns
+    return from_template(template, [source], [target], like)
+
+
+def stacked(aval: Any, count: int) -> Any:
+    """The type of so many values of a type, stacked."""
+    return unmapped_aval(count, 0, aval)
+
+
+def scan_equation(
+    like: Eqn,
+    body: Jaxpr,
+    operands: Sequence[Atom],
+    results: Sequence[Var],
+    *,
+    consts: int,
+    carry: int,
+) -> tuple[Eqn, dict[Var, Atom]]:
+    """A ``scan`` like another one, but over another body.
+
+    Args:
+        like: The other one: its length, its direction, its line in the user's code.
+        body: The body, closed.
+        operands: Constants, what is carried, what it has rows of.
+        results: What is carried, and rows.
+        consts: How many of the operands are constants.
+        carry: How many of the operands are carried.
+    """
+    options = {name: like.params[name] for name in ("length", "reverse", "unroll")}
+
+    def run(*flat: Any) -> list[Any]:
+        def step(state: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            made = core.jaxpr_as_fun(body)(*flat[:consts], *state, *rows)
+            return made[:carry], made[carry:]
+
+        rows = list(flat[consts + carry :])
+        last, stacks = jax.lax.scan(step, list(flat[consts : consts + carry]), rows, **options)
+        return [*last, *stacks]
+
+    inner = open_jaxpr(jaxpr_of(run, *(atom.aval for atom in operands)))
+    (template,) = inner.eqns
+    given = dict(zip(inner.invars, operands, strict=True))
+    made: dict[Var, Var] = {}
+    through: dict[Var, Atom] = {}
+    for v, result in zip(inner.outvars, results, strict=True):
+        if not is_var(v) or v in given or v in made:
+            through[result] = v if not is_var(v) else given.get(v) or made[v]
+        else:
+            made[v] = result
+    targets = [made.get(v) or new_var(v.aval) for v in template.outvars]
+    return from_template(template, [given[v] for v in template.invars], targets, like), through
 
 
 def part_equations(source: Var, like: Eqn) -> list[Eqn]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from jax._src import source_info_util
 from jax.extend import core
 
-from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, jaxpr_of, open_jaxpr, single
+from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, jaxpr_of, open_jaxpr
 from jdelta._src._jax.values import Atom, Var, is_var
 
 Env: TypeAlias = dict[Var, Any]
@@ -50,9 +51,13 @@ def run(eqn: Eqn, env: Env, value_of: Callable[[Any], Any] = lambda value: value
         env: Where its operands are, and its results go.
         value_of: From what stands for an operand to its value.
     """
-    one = single(eqn)
-    results = evaluate(one, *map(value_of, read(env, open_jaxpr(one).invars)))
-    env.update(zip(open_jaxpr(one).outvars, results, strict=True))
+    at: Any = eqn
+    params = eqn.primitive.get_bind_params(eqn.params)
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    place = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+    with place, at.ctx.manager:
+        results = eqn.primitive.bind(*map(value_of, read(env, eqn.invars)), **params)
+    write(env, eqn, results if eqn.primitive.multiple_results else [results])
 
 
 def read(env: Mapping[Var, Any], atoms: Sequence[Atom]) -> list[Any]:

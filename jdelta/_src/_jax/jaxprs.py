@@ -206,6 +206,11 @@ def hoist_consts(closed: Jaxpr) -> Jaxpr:
     return _closed(raw, [])
 
 
+def variables(eqn: Eqn) -> list[Var]:
+    """The variables that an equation reads."""
+    return [v for v in eqn.invars if is_var(v)]
+
+
 def single(eqn: Eqn) -> Jaxpr:
     """A program of one equation: its inputs are the equation's variables, each once."""
     return program_of([eqn], [v for v in eqn.outvars if is_var(v)])
@@ -234,6 +239,12 @@ def program_of(eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:
     effects = effects_of(read, kept)
     names = _of_no_function()
     return _closed(_open([], list(read), list(outvars), kept, effects, names), [])
+
+
+def body_of(eqns: Sequence[Eqn], invars: Sequence[Var], outvars: Sequence[Atom]) -> Jaxpr:
+    """An open program of equations that is given some variables and makes others."""
+    names = _of_no_function()
+    return _open([], list(invars), list(outvars), list(eqns), effects_of(invars, eqns), names)
 
 
 @functools.cache

@@ -56,6 +56,11 @@ def is_inexact(var: Var) -> bool:
     return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
 
 
+def is_real(var: Var) -> bool:
+    """Whether a variable holds real numbers of floating point."""
+    return is_inexact(var) and not is_complex(var)
+
+
 def bytes_of(var: Var) -> int:
     """Bytes of a value; zero for keys and tokens."""
     dtype = getattr(var.aval, "dtype", None)

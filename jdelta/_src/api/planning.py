@@ -333,9 +333,19 @@ def _plan(
         return trace(call.fun, *placed, grouping=grouping, platform=where.platform)
 
     def step(step_trace: Trace) -> Step:
-        how = step_trace.automatic, step_trace.grouping, store
-        kept = {"outside": step_trace.outside, "out_shardings": out_shardings}
-        return Step(call.fun, placed, donate, where, step_trace.aliases, *how, **kept)
+        return Step(
+            call.fun,
+            placed,
+            donate,
+            where,
+            step_trace.aliases,
+            step_trace.automatic,
+            step_trace.grouping,
+            store,
+            outside=step_trace.outside,
+            out_shardings=out_shardings,
+            recorded=step_trace.recorded,
+        )
 
     history = history or History()
     planning = Planning(traced, step, host_room, files, pin, solver, per_layer, history)

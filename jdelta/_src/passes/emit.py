@@ -6,18 +6,20 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdelta._src import _jax
+from jdelta._src._jax import Jaxpr
 from jdelta._src.backends.backend import Options
 from jdelta._src.backends.target import Target, is_on_host
 from jdelta._src.errors import OffloadError, PlanMismatchError
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import Timeline, timeline
 from jdelta._src.passes.program import Context, Pass, Program
+from jdelta._src.passes.recompute import with_recompute
 from jdelta._src.passes.recompute_after_forward import with_forward_first
 from jdelta._src.passes.rounding import without_harmful_rounding
 from jdelta._src.passes.spill import spilled
@@ -32,6 +34,7 @@ from jdelta._src.program.names import RegionName
 from jdelta._src.regions.find import tracing
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import AS_WRITTEN, Grouping, Session
+from jdelta._src.regions.trace import Recorded
 from jdelta._src.sizes import format_some
 from jdelta._src.spill import Store
 
@@ -53,6 +56,7 @@ class Step:
         outside: Whether what does not depend on the arguments of a differentiated function is
             computed outside of it.
         out_shardings: Where its results are to be, as in ``jax.jit``.
+        recorded: Its program as it was recorded; None where that is not known.
     """
 
     fun: Callable[..., Any]
@@ -66,6 +70,7 @@ class Step:
     updates_in_loops: bool = False
     outside: bool = False
     out_shardings: Any = None
+    recorded: Recorded | None = None
 
     def jitted(self, fun: Callable[..., Any]) -> Any:
         """A function of the step's arguments with its results, as it is to be compiled."""
@@ -111,20 +116,23 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         OffloadError: JAX cannot differentiate the step with what the policy puts on the host.
     """
     backend = step.target.backend
-    # The user's own program JAX traces once, however often it is asked for.
-    traced = _traced(step.jitted(_under(step, policy) if policy else step.fun), step, policy)
-    names = frozenset(map(str, filter(None, map(_jax.named_value, _jax.equations(traced.jaxpr)))))
-    program, context = Program(traced.jaxpr), _context(step, policy)
-    as_traced = program
+    staged = _staged(step, policy)
+    program, context = staged.program, _context(step, policy)
     for rewrite in passes_of(step, policy):
         program = rewrite(program, context)
-    if program is not as_traced:
-        traced = _retraced(step, traced, program)
-    graph = graph_of(traced.jaxpr, context.shardings(traced.jaxpr))
-    computed = _computed(graph, policy, names) if policy is not None else NOTHING
+
+    @functools.cache
+    def traced() -> jax.stages.Traced:
+        if program is staged.program:
+            return staged.traced()
+        return _retraced(step, program, staged.results)
+
+    jaxpr = program.jaxpr if program.run is None else traced().jaxpr
+    graph = graph_of(jaxpr, context.shardings(jaxpr))
+    computed = _computed(graph, policy, staged.names) if policy is not None else NOTHING
 
     def lower() -> jax.stages.Lowered:
-        return traced.lower(lowering_platforms=(backend.platform,))
+        return traced().lower(lowering_platforms=(backend.platform,))
 
     temporaries = timeline(graph, Compiler(backend))
     pool = min(program.spilled.bytes, step.store.spill.pool_bytes) if step.store else 0
@@ -132,8 +140,61 @@ def emit(step: Step, policy: Policy | None) -> Emission:
     simulated = temporaries.peak + fixed_bytes(graph, step) + pool
     options = _options(step.target, policy, simulated)
     return Emission(
-        policy, temporaries, lower, options, simulated, program.spilled, pool, computed, names
+        policy,
+        temporaries,
+        lower,
+        options,
+        simulated,
+        program.spilled,
+        pool,
+        computed,
+        staged.names,
     )
+
+
+class _Staged(NamedTuple):
+    """A step under a policy, before any other pass.
+
+    Attributes:
+        program: The program.
+        names: All names in it, those of values that nothing reads included.
+        results: The tree of its results.
+        traced: What lowers it.
+    """
+
+    program: Program
+    names: frozenset[str]
+    results: Any
+    traced: Callable[[], jax.stages.Traced]
+
+
+def _staged(step: Step, policy: Policy | None) -> _Staged:
+    """The step under a policy: written into its recorded program, or traced under it by JAX."""
+    if step.recorded is not None and (staged := _from_recorded(step, step.recorded, policy)):
+        return staged
+    # The user's own program JAX traces once, however often it is asked for.
+    traced = _traced(step.jitted(_under(step, policy) if policy else step.fun), step, policy)
+    results = jax.tree.structure(traced.out_info)
+    return _Staged(Program(traced.jaxpr), _names_in(traced.jaxpr), results, lambda: traced)
+
+
+def _from_recorded(step: Step, recorded: Recorded, policy: Policy | None) -> _Staged | None:
+    """The step under a policy as its recorded program says; None where it does not."""
+    if policy is None:
+        if not recorded.is_plain or step.updates_in_loops:
+            return None
+        plain = functools.partial(_traced, step.jitted(step.fun), step, None)
+        return _Staged(Program(recorded.program), frozenset(), recorded.results, plain)
+    written = with_recompute(recorded.program, policy)
+    if written is None:
+        return None
+    program = Program(written)
+    traced = functools.partial(_retraced, step, program, recorded.results)
+    return _Staged(program, _names_in(recorded.program), recorded.results, traced)
+
+
+def _names_in(jaxpr: Jaxpr) -> frozenset[str]:
+    return frozenset(map(str, filter(None, map(_jax.named_value, _jax.equations(jaxpr)))))
 
 
 def passes_of(step: Step, policy: Policy | None) -> list[Pass]:
@@ -233,9 +294,8 @@ def local_bytes(leaf: Any) -> int:
     return math.prod(shape) * leaf.dtype.itemsize
 
 
-def _retraced(step: Step, traced: jax.stages.Traced, program: Program) -> jax.stages.Traced:
-    """The same step, evaluated as a program says."""
-    results = jax.tree.structure(traced.out_info)
+def _retraced(step: Step, program: Program, results: Any) -> jax.stages.Traced:
+    """The same step, evaluated as a program says; its results are a tree like ``results``."""
 
     @functools.wraps(step.fun)
     def planned(*args: Any) -> Any:

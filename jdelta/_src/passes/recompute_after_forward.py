@@ -84,7 +84,7 @@ def _made_by(eqns: Sequence[Eqn], region: str | None) -> set[Var]:
     for eqn in eqns:
         name = _jax.named_value(eqn)
         is_own = isinstance(name, RegionName) and name.region == region and not name.is_input
-        is_copy = eqn.primitive.name in _COPIES and not values.isdisjoint(_variables(eqn))
+        is_copy = eqn.primitive.name in _COPIES and not values.isdisjoint(_jax.variables(eqn))
         values.update(eqn.outvars if is_own or is_copy else ())
     return values
 
@@ -94,9 +94,5 @@ def _ancestors(eqns: Sequence[Eqn], values: set[Var]) -> set[Var]:
     needed = set(values)
     for eqn in reversed(eqns):
         if not needed.isdisjoint(eqn.outvars):
-            needed.update(_variables(eqn))
+            needed.update(_jax.variables(eqn))
     return needed
-
-
-def _variables(eqn: Eqn) -> list[Var]:
-    return [v for v in eqn.invars if _jax.is_var(v)]

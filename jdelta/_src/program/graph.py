@@ -7,6 +7,7 @@ this graph, so that no other analysis needs to know what a jaxpr looks like.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -173,8 +174,15 @@ def value_of(aval: Any, spec: Spec = ()) -> Value:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return Value((), "token", 0)
-    size = 0 if _jax.on_host(aval) else math.prod(local_shape(shape, spec)) * _itemsize(dtype)
-    return Value(shape, str(dtype), size, spec)
+    name, itemsize = _of_dtype(dtype)
+    size = 0 if _jax.on_host(aval) else math.prod(local_shape(shape, spec)) * itemsize
+    return Value(shape, name, size, spec)
+
+
+@functools.cache
+def _of_dtype(dtype: Any) -> tuple[str, int]:
+    """The name of a dtype, and the bytes of one element."""
+    return str(dtype), _itemsize(dtype)
 
 
 def _itemsize(dtype: Any) -> int:

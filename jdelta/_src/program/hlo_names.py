@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jdelta._src import _jax
@@ -36,6 +36,24 @@ def is_mark(scope: str) -> bool:
     return scope.startswith(_SIGN)
 
 
+def mark(name: str) -> str:
+    """The scope that says which named value an equation makes, or which region it is of."""
+    return f"{_SIGN}{_spelled(name)}{_SIGN}"
+
+
+class RegionMarks:
+    """What reads the marks of regions."""
+
+    def __init__(self, regions: Iterable[str]):
+        """Know some regions by their names."""
+        self._regions = {_spelled(region): region for region in regions}
+
+    def region(self, eqn: Eqn) -> str | None:
+        """The region that an equation is of by its mark; None if it has none."""
+        marks = _MARK.findall(_jax.name_stack(eqn))
+        return next((self._regions[mark] for mark in marks if mark in self._regions), None)
+
+
 def marked(eqns: Sequence[Eqn]) -> list[Eqn]:
     """Equations with a mark on each that makes a value which one of them names.
 
@@ -53,7 +71,7 @@ def marked(eqns: Sequence[Eqn]) -> list[Eqn]:
         name = _jax.named_value(eqn)
         maker = makers.get(eqn.invars[0]) if name else None
         if name and maker is not None and result[maker].primitive.name not in VIEWS:
-            result[maker] = _jax.in_scopes(result[maker], _SIGN + _spelled(name) + _SIGN)
+            result[maker] = _jax.in_scopes(result[maker], mark(name))
     return result
 
 

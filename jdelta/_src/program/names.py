@@ -9,6 +9,7 @@ names it was traced under, and its primitive.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import Counter
@@ -17,7 +18,7 @@ from typing import Any, TypeAlias
 
 from jdelta._src import _jax
 from jdelta._src._jax import Atom, Eqn, Jaxpr, Var
-from jdelta._src.program.hlo_names import RECOMPUTE, is_mark, marked
+from jdelta._src.program.hlo_names import RECOMPUTE, is_mark, mark, marked
 from jdelta._src.program.primitives import VIEWS
 
 Path: TypeAlias = tuple[str, ...]
@@ -29,6 +30,7 @@ _CLASS = "eqx."
 """How the scopes begin that Equinox puts around its layers: their classes, not their places."""
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def scope_path(stack: str) -> Path:
     """Scopes of a name stack without those of transformations such as ``jvp(...)``, and marks.
 
@@ -95,6 +97,38 @@ class RegionName(str):
         self.is_input = is_input
         self.user_name = user_name
         return self
+
+    def of_region(self, region: str) -> RegionName:
+        """The name of the same value of another region."""
+        inner = self.removeprefix(f"{self.region}/")
+        kept = {"conditional": self.conditional, "is_input": self.is_input}
+        return RegionName(region, inner, self.loops, **kept, user_name=self.user_name)
+
+
+def with_regions_renamed(program: Jaxpr, regions: Mapping[str, str]) -> Jaxpr:
+    """A program whose regions have other names, in those of their values and in its marks.
+
+    Args:
+        program: The program.
+        regions: From the names of its regions to those in their place. One that is not there, since
+            no result of the program depends on it, is called as before.
+    """
+    names: dict[str, RegionName] = {
+        name: name.of_region(regions[name.region])
+        for name in map(_jax.named_value, _jax.equations(program))
+        if isinstance(name, RegionName) and name.region in regions
+    }
+    marks = {mark(old): mark(new) for old, new in (*regions.items(), *names.items())}
+
+    def renamed(body: Jaxpr) -> Jaxpr:
+        return _jax.with_equations(body, list(map(one, _jax.open_jaxpr(body).eqns)))
+
+    def one(eqn: Eqn) -> Eqn:
+        name = names.get(_jax.named_value(eqn) or "")
+        eqn = _jax.renamed(eqn, name) if name else eqn
+        return _jax.with_bodies(_jax.with_scopes(eqn, lambda s: marks.get(s, s)), renamed)
+
+    return renamed(program)
 
 
 class _Namer:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jdelta._src import _jax
 from jdelta._src._jax.region_primitive import cotangent_primitive, region_primitive
 from jdelta._src.errors import TraceError
+from jdelta._src.program.hlo_names import mark
 from jdelta._src.program.names import RegionName, add_names, scope_path
 from jdelta._src.regions.modules import ClosedOver, Weight, module_paths, with_modules
 from jdelta._src.regions.random_bits import with_written_bits
@@ -90,6 +91,8 @@ class Session:
             of that are no tangents.
         reached: For each region that cotangents come back to the numbers of its results with one.
         partly: Names of the regions of which some inexact argument is not differentiated.
+        undone: Whether there is a ``jax.checkpoint`` of the user's in what is a region now, which
+            alone decides what is kept of it.
     """
 
     def __init__(
@@ -113,11 +116,16 @@ class Session:
         self.derivatives: dict[str, tuple[Any, int]] = {}
         self.reached: defaultdict[str, set[int]] = defaultdict(set)
         self.partly: set[str] = set()
+        self.undone = False
         self._calls: Counter[str] = Counter()
 
     def weights(self, values: Sequence[Any]) -> list[Weight | None]:
         """For each value what weight of the step's arguments it is."""
         return [self.arguments[value] for value in values]
+
+    def look_for_checkpoints(self, program: _jax.Jaxpr) -> None:
+        """Note whether there is one in a program that is, or will be cut into, regions."""
+        self.undone |= any(map(_jax.is_checkpoint, _jax.equations(program)))
 
     def region(self, base: str) -> tuple[str, RegionPolicy | None]:
         """The name of the next call of region ``base``, and the policy that it is to follow.
@@ -190,6 +198,8 @@ def region(
 
         with inside_region():
             closed, out_tree = _jax.stage(call, *arrays)
+        if session:
+            session.look_for_checkpoints(closed)
         if once := _jax.first_once(closed):
             if session or chosen:  # else nothing is computed again
                 raise _not_again(name, once)
@@ -269,8 +279,11 @@ def _jvp(
         inexact = sum(jnp.issubdtype(x.dtype, jnp.inexact) for x in primals)
         session.partly.update([name] if len(moving) < inexact else [])
     program = with_written_bits(named) if written else named
-    results, moved = jax.tree.unflatten(tree, _jax.evaluate(program, *primals, *tangents))
-    if session and session.policy is None:
+    is_recorded = session is not None and session.policy is None
+    scope = jax.named_scope(mark(name)) if is_recorded else contextlib.nullcontext()
+    with scope:
+        results, moved = jax.tree.unflatten(tree, _jax.evaluate(program, *primals, *tangents))
+    if is_recorded:
         watched = functools.partial(_watched, session=session, name=name)
         moved = [
             t if t.dtype == jax.dtypes.float0 else watched(t, number=i) for i, t in enumerate(moved)

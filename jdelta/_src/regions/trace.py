@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from jdelta._src._jax.sharding import Shardings, Spec, shardings_of
 from jdelta._src.errors import JdeltaError, TraceError
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.loop_nest import Nest, walk
-from jdelta._src.program.names import RegionName
+from jdelta._src.program.names import RegionName, with_regions_renamed
 from jdelta._src.regions.find import tracing
 from jdelta._src.regions.region import AS_WRITTEN, Grouping, Session
 
@@ -50,6 +51,28 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """A step's program as it was recorded, with marks that say which region an equation is of.
+
+    Attributes:
+        closed: The program.
+        results: The tree of its results.
+        aliases: From the name of each region in it to its name in plans.
+        is_plain: Whether, but for names, it is the step as JAX traces it.
+    """
+
+    closed: Jaxpr
+    results: Any
+    aliases: Mapping[str, str]
+    is_plain: bool
+
+    @functools.cached_property
+    def program(self) -> Jaxpr:
+        """The program, calls inlined, with the names of plans."""
+        return with_regions_renamed(_jax.inline(self.closed), self.aliases)
+
+
+@dataclass(frozen=True)
 class Trace:
     """A step as one program.
 
@@ -64,6 +87,7 @@ class Trace:
             there is no such reason.
         grouping: How its loops over layers are run.
         fingerprint: Digest of the program; equal programs have equal ones on every process.
+        recorded: The program itself.
     """
 
     graph: Graph
@@ -73,6 +97,7 @@ class Trace:
     fingerprint: str
     outside: bool = False
     uncut: str = ""
+    recorded: Recorded | None = None
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -192,7 +217,7 @@ def _with_regions(
         except _LeakError:
             session = Session(automatic=True, grouping=grouping, outside=True)
             staged = _staged(step_fn, args, session, platform)
-    _, shardings, graph, nests = staged
+    shardings, graph, nests = staged.shardings, staged.graph, staged.nests
     conditional = _in_branches(graph)
     sizes = _bytes_by_name(graph)
     names = _plan_names(list(nests), sizes)
@@ -211,8 +236,17 @@ def _with_regions(
         )
 
     regions = tuple(region(traced, nest) for traced, nest in nests.items())
-    digest = staged.fingerprint
-    return Trace(graph, regions, session.automatic, grouping, digest, session.outside)
+    is_plain = grouping == AS_WRITTEN and not session.undone
+    recorded = Recorded(staged.closed, staged.results, names, is_plain)
+    return Trace(
+        graph,
+        regions,
+        session.automatic,
+        grouping,
+        staged.fingerprint,
+        session.outside,
+        recorded=recorded,
+    )
 
 
 class _LeakError(TraceError):
@@ -224,12 +258,14 @@ class _Staged(NamedTuple):
 
     Attributes:
         closed: The staged step.
+        results: The tree of its results.
         shardings: How its values are sharded.
         graph: The program.
         nests: From each region in it, by its name while tracing, to the loops around it.
     """
 
     closed: Jaxpr
+    results: Any
     shardings: Shardings
     graph: Graph
     nests: dict[str, Nest]
@@ -247,7 +283,7 @@ def _staged(
         with tracing(session, *args) if session else contextlib.nullcontext():
             return step_fn(*args)
 
-    closed = _jax.jaxpr_of(traced, *args)
+    closed, results = _jax.stage(traced, *args)
     leaked = _jax.leaked(closed)
     if leaked is not None and session is None:  # JAX says what is wrong
         jax.jit(step_fn).trace(*args).lower(lowering_platforms=(platform,))
@@ -257,7 +293,7 @@ def _staged(
         raise (_LeakError if may_be_outside else TraceError)(_leaving(leaked))
     shardings = shardings_of(closed, args, platform)
     graph = graph_of(closed, shardings)
-    return _Staged(closed, shardings, graph, _nests(graph))
+    return _Staged(closed, results, shardings, graph, _nests(graph))
 
 
 def _leaving(leaked: Any) -> str:

@@ -1,0 +1,98 @@
+"""Where regions are in a recorded step: the equations of their forward and backward parts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jdelta._src import _jax
+from jdelta._src._jax import Eqn, Var
+from jdelta._src.program.hlo_names import RegionMarks
+from jdelta._src.program.rewriting import Equations
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where a region is in a program: indices of equations.
+
+    Attributes:
+        forward: Its forward part.
+        backward: Its backward part.
+        around_forward: Equations with its forward part in a body.
+        around_backward: Equations with its backward part in a body.
+    """
+
+    forward: list[int] = field(default_factory=list[int])
+    backward: list[int] = field(default_factory=list[int])
+    around_forward: list[int] = field(default_factory=list[int])
+    around_backward: list[int] = field(default_factory=list[int])
+
+
+NO_PARTS = Parts()
+"""Those of a region that is not there."""
+
+
+def parts_of(
+    eqns: Sequence[Eqn | None], marks: RegionMarks, *, is_backward: bool
+) -> dict[str, Parts]:
+    """The parts of each region that is in a program, by its name.
+
+    Args:
+        eqns: The equations of the program.
+        marks: What tells regions.
+        is_backward: Whether the whole program is a part of a backward pass.
+    """
+    regions = defaultdict[str, Parts](Parts)
+    for index, eqn in enumerate(eqns):
+        if eqn is None:
+            continue
+        back = is_backward or _jax.is_backward(eqn)
+        if own := marks.region(eqn):
+            (regions[own].backward if back else regions[own].forward).append(index)
+            continue
+        for body in _jax.subjaxprs(eqn):
+            inside = parts_of(_jax.open_jaxpr(body).eqns, marks, is_backward=back)
+            for name, inner in inside.items():
+                if inner.forward or inner.around_forward:
+                    regions[name].around_forward.append(index)
+                if inner.backward or inner.around_backward:
+                    regions[name].around_backward.append(index)
+    return dict(regions)
+
+
+def backward_runs(regions: Mapping[str, Parts], eqns: Equations) -> dict[str, list[list[int]]]:
+    """The backward parts of each region: one for each time that something is differentiated.
+
+    Left out are sums of what such a part results in and of cotangents that it does not read, as JAX
+    leaves them out of what it computes again.
+    """
+    every = {i: name for name, parts in regions.items() for i in parts.backward}
+    runs = defaultdict[str, list[list[int]]](list)
+    before = None
+    for index, name in sorted(every.items()):
+        if name != before:
+            runs[name].append([])
+        runs[name][-1].append(index)
+        before = name
+    return {
+        name: [part for run in some if (part := _without_sums(run, eqns))]
+        for name, some in runs.items()
+    }
+
+
+def _without_sums(indices: Sequence[int], eqns: Equations) -> list[int]:
+    """A backward part without the sums of its results and cotangents that it does not read."""
+    inside, read = set(indices), set[Var]()
+    for index in reversed(indices):
+        eqn = eqns[index]
+        operands = _jax.variables(eqn)
+        if eqn.primitive.name == "add_any" and read.isdisjoint(eqn.outvars):
+            own = {
+                v for i in inside - {index} for v in (*eqns[i].outvars, *_jax.variables(eqns[i]))
+            }
+            if not own.issuperset(operands):
+                inside.discard(index)
+                continue
+        read.update(operands)
+    return sorted(inside)
