@@ -84,6 +84,13 @@ def pulled_back_twice(fun, ws, x):
     return back(1.0), back(2.0)
 
 
+def two_losses(ws, x):
+    """One of them of what is in the middle: its cotangent comes from elsewhere."""
+    y = layer(ws[1], layer(ws[0], x))
+    z = layer(ws[3], layer(ws[2], y) + y)
+    return mean(z) + jnp.sum(jnp.tanh(y))
+
+
 def branches(ws, x):
     return jax.grad(lambda ws: lax.cond(x.sum() > 0, unrolled, scanned, ws, x))(ws)
 
@@ -111,6 +118,7 @@ STEPS = {
     "several steps": several_steps,
     "pulled back twice": functools.partial(pulled_back_twice, unrolled),
     "loops pulled back twice": functools.partial(pulled_back_twice, scanned),
+    "two losses": jax.grad(two_losses),
     "nested loops": jax.grad(in_nested_loops),
 }
 

@@ -64,8 +64,8 @@ def parts_of(
 def backward_runs(regions: Mapping[str, Parts], eqns: Equations) -> dict[str, list[list[int]]]:
     """The backward parts of each region: one for each time that something is differentiated.
 
-    Left out are sums of what such a part results in and of cotangents that it does not read, as JAX
-    leaves them out of what it computes again.
+    A part ends before cotangents from elsewhere are added to what it results in, as JAX leaves that
+    out of what it computes again.
     """
     every = {i: name for name, parts in regions.items() for i in parts.backward}
     runs = defaultdict[str, list[list[int]]](list)
@@ -81,18 +81,50 @@ def backward_runs(regions: Mapping[str, Parts], eqns: Equations) -> dict[str, li
     }
 
 
-def _without_sums(indices: Sequence[int], eqns: Equations) -> list[int]:
-    """A backward part without the sums of its results and cotangents that it does not read."""
-    inside, read = set(indices), set[Var]()
-    for index in reversed(indices):
+def _without_sums(run: Sequence[int], eqns: Equations) -> list[int]:
+    """A backward part without the sums of its results and cotangents from elsewhere."""
+    part = list(run)
+    for index in reversed(run):
         eqn = eqns[index]
-        operands = _jax.variables(eqn)
-        if eqn.primitive.name == "add_any" and read.isdisjoint(eqn.outvars):
-            own = {
-                v for i in inside - {index} for v in (*eqns[i].outvars, *_jax.variables(eqns[i]))
-            }
-            if not own.issuperset(operands):
-                inside.discard(index)
-                continue
-        read.update(operands)
-    return sorted(inside)
+        if eqn.primitive.name != "add_any":
+            continue
+        others = [i for i in part if i != index]
+        own = {v for i in others for v in (*eqns[i].outvars, *_jax.variables(eqns[i]))}
+        elsewhere = [v for v in _jax.variables(eqn) if v not in own]
+        (result,) = eqn.outvars
+        readers = [i for i in others if result in _jax.variables(eqns[i])]
+        if elsewhere and (not readers or _added_last(index, readers, elsewhere[0], part, eqns)):
+            part.remove(index)
+    return part
+
+
+def _added_last(
+    index: int, readers: Sequence[int], elsewhere: Var, part: Sequence[int], eqns: Equations
+) -> bool:
+    """Whether a sum inside of a part can be done after it: ``(x + y) + z`` as ``(y + z) + x``.
+
+    If so the other sum is changed, and the last one added behind it.
+
+    Args:
+        index: The sum of ``x``, which is from elsewhere, and ``y``.
+        readers: What reads it in the part.
+        elsewhere: ``x``.
+        part: The part.
+        eqns: The equations that its indices are of.
+    """
+    first = eqns[index]
+    (sum_of_both,) = first.outvars
+    rest = [v for v in _jax.variables(first) if v is not elsewhere]
+    if len(readers) != 1 or len(rest) != 1 or eqns.is_read_outside(sum_of_both, part):
+        return False
+    last = eqns[readers[0]]
+    (result,) = last.outvars
+    is_read = any(result in _jax.variables(eqns[i]) for i in part)
+    if last.primitive.name != "add_any" or is_read or last.invars[0] is last.invars[1]:
+        return False
+    inside = _jax.new_var(result.aval)
+    operands = [rest[0] if v is sum_of_both else v for v in last.invars]
+    eqns.eqns[index] = None
+    eqns.eqns[readers[0]] = last.replace(invars=operands, outvars=[inside])
+    eqns.add(readers[0], last.replace(invars=[inside, elsewhere], outvars=[result]))
+    return True

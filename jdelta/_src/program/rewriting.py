@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from jdelta._src import _jax
 from jdelta._src._jax import Atom, Eqn, Jaxpr, Var
 
+_ADDED = -1
+"""In the place of the index of an equation that was added."""
+
 
 class Equations:
     """The equations of a program while they are rewritten; indices stay what they are.
@@ -34,6 +37,8 @@ class Equations:
     def add(self, index: int, eqn: Eqn) -> None:
         """Add an equation right after another."""
         self._after.setdefault(index, []).append(eqn)
+        for v in _jax.variables(eqn):
+            self._readers[v].append(_ADDED)
 
     def together(self, indices: Sequence[int], eqn: Eqn) -> bool:
         """Put one equation in the place of some, where what it reads is there and is not read yet.
@@ -44,7 +49,9 @@ class Equations:
         first, last = indices[0], indices[-1]
         for index in indices:
             self.eqns[index] = None
-        between = [other for other in self.eqns[first:last] if other is not None]
+        places = range(first, last)
+        stood = (other for i in places for other in (self.eqns[i], *self._after.get(i, ())))
+        between = [other for other in stood if other is not None]
         if not any(set(eqn.invars).intersection(other.outvars) for other in between):
             self.eqns[first] = eqn
         elif not any(set(eqn.outvars).intersection(_jax.variables(other)) for other in between):
@@ -78,10 +85,10 @@ class Equations:
 
     def is_read_outside(self, value: Var, inside: Collection[int]) -> bool:
         """Whether an equation other than some reads a value."""
-        return any(index not in inside for index in self._readers.get(value, ()))
+        return any(index not in inside for index in self._readers[value])
 
     @functools.cached_property
-    def _readers(self) -> Mapping[Var, Sequence[int]]:
+    def _readers(self) -> defaultdict[Var, list[int]]:
         """From a value to the equations that read it; those put together are still at theirs."""
         readers = defaultdict[Var, list[int]](list)
         for index, eqn in enumerate(self._original):
