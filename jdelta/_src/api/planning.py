@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, overload
 import jax
 import numpy as np
 
+from jdelta._src.api.collector import collecting_seldom
 from jdelta._src.api.deferred import DeferredPlan
 from jdelta._src.api.plan import Plan
 from jdelta._src.backends.target import Target, is_on_host, resolve
@@ -297,6 +298,7 @@ def jit(
     return plan(step_fn, budget, **options).jit()
 
 
+@collecting_seldom()
 def _plan(
     asked: Jitted,
     budget: int | float | str | None,
