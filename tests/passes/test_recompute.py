@@ -202,15 +202,3 @@ def test_a_value_kept_in_a_loop_of_a_region_is_left_to_jax():
     step = jax.grad(lambda ws, x: mean(looped(ws[0], x)))
     assert written(step) is not None
     assert written(step, tanh="save") is None
-
-
-def test_the_plain_step_is_taken_from_its_record():
-    """Not where the user's own jax.checkpoint is in a region, which decides alone there."""
-
-    @jdelta.remat
-    def own(w, x):
-        return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w)))(x)
-
-    assert trace(STEPS["unrolled"], WS, X).recorded.is_plain
-    step = jax.grad(lambda ws, x: mean(own(ws[0], x)))
-    assert not trace(step, WS, X).recorded.is_plain

@@ -56,7 +56,7 @@ class Step:
         outside: Whether what does not depend on the arguments of a differentiated function is
             computed outside of it.
         out_shardings: Where its results are to be, as in ``jax.jit``.
-        recorded: Its program as it was recorded; None where that is not known.
+        recorded: Its program as it was recorded; None where plans are not made of it.
     """
 
     fun: Callable[..., Any]
@@ -170,27 +170,16 @@ class _Staged(NamedTuple):
 
 def _staged(step: Step, policy: Policy | None) -> _Staged:
     """The step under a policy: written into its recorded program, or traced under it by JAX."""
-    if step.recorded is not None and (staged := _from_recorded(step, step.recorded, policy)):
-        return staged
+    recorded = step.recorded
+    written = with_recompute(recorded.program, policy) if recorded and policy else None
+    if recorded and written:
+        program = Program(written)
+        traced = functools.partial(_retraced, step, program, recorded.results)
+        return _Staged(program, _names_in(recorded.program), recorded.results, traced)
     # The user's own program JAX traces once, however often it is asked for.
-    traced = _traced(step.jitted(_under(step, policy) if policy else step.fun), step, policy)
-    results = jax.tree.structure(traced.out_info)
-    return _Staged(Program(traced.jaxpr), _names_in(traced.jaxpr), results, lambda: traced)
-
-
-def _from_recorded(step: Step, recorded: Recorded, policy: Policy | None) -> _Staged | None:
-    """The step under a policy as its recorded program says; None where it does not."""
-    if policy is None:
-        if not recorded.is_plain or step.updates_in_loops:
-            return None
-        plain = functools.partial(_traced, step.jitted(step.fun), step, None)
-        return _Staged(Program(recorded.program), frozenset(), recorded.results, plain)
-    written = with_recompute(recorded.program, policy)
-    if written is None:
-        return None
-    program = Program(written)
-    traced = functools.partial(_retraced, step, program, recorded.results)
-    return _Staged(program, _names_in(recorded.program), recorded.results, traced)
+    planned = _traced(step.jitted(_under(step, policy) if policy else step.fun), step, policy)
+    results = jax.tree.structure(planned.out_info)
+    return _Staged(Program(planned.jaxpr), _names_in(planned.jaxpr), results, lambda: planned)
 
 
 def _names_in(jaxpr: Jaxpr) -> frozenset[str]:

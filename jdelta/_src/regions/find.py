@@ -84,7 +84,6 @@ def with_regions(fun: Callable[..., Any]) -> Callable[..., Any]:
         with inside_region():
             run = _jax.outside_of(arrays_only) if session.outside else arrays_only
             closed, _ = _jax.stage(run, *args)
-        session.look_for_checkpoints(closed)
         program = _jax.inline(closed, _is_marked)
         weights = [*session.weights(_jax.consts_of(program)), *_trained(args)]
         arrays = iter(_evaluate(with_modules(program, weights), jax.tree.leaves(args)))

@@ -91,8 +91,6 @@ class Session:
             of that are no tangents.
         reached: For each region that cotangents come back to the numbers of its results with one.
         partly: Names of the regions of which some inexact argument is not differentiated.
-        undone: Whether there is a ``jax.checkpoint`` of the user's in what is a region now, which
-            alone decides what is kept of it.
     """
 
     def __init__(
@@ -116,16 +114,11 @@ class Session:
         self.derivatives: dict[str, tuple[Any, int]] = {}
         self.reached: defaultdict[str, set[int]] = defaultdict(set)
         self.partly: set[str] = set()
-        self.undone = False
         self._calls: Counter[str] = Counter()
 
     def weights(self, values: Sequence[Any]) -> list[Weight | None]:
         """For each value what weight of the step's arguments it is."""
         return [self.arguments[value] for value in values]
-
-    def look_for_checkpoints(self, program: _jax.Jaxpr) -> None:
-        """Note whether there is one in a program that is, or will be cut into, regions."""
-        self.undone |= any(map(_jax.is_checkpoint, _jax.equations(program)))
 
     def region(self, base: str) -> tuple[str, RegionPolicy | None]:
         """The name of the next call of region ``base``, and the policy that it is to follow.
@@ -198,8 +191,6 @@ def region(
 
         with inside_region():
             closed, out_tree = _jax.stage(call, *arrays)
-        if session:
-            session.look_for_checkpoints(closed)
         if once := _jax.first_once(closed):
             if session or chosen:  # else nothing is computed again
                 raise _not_again(name, once)

@@ -58,13 +58,11 @@ class Recorded:
         closed: The program.
         results: The tree of its results.
         aliases: From the name of each region in it to its name in plans.
-        is_plain: Whether, but for names, it is the step as JAX traces it.
     """
 
     closed: Jaxpr
     results: Any
     aliases: Mapping[str, str]
-    is_plain: bool
 
     @functools.cached_property
     def program(self) -> Jaxpr:
@@ -87,7 +85,7 @@ class Trace:
             there is no such reason.
         grouping: How its loops over layers are run.
         fingerprint: Digest of the program; equal programs have equal ones on every process.
-        recorded: The program itself.
+        recorded: The program itself; None where plans are not made of it.
     """
 
     graph: Graph
@@ -236,8 +234,8 @@ def _with_regions(
         )
 
     regions = tuple(region(traced, nest) for traced, nest in nests.items())
-    is_plain = grouping == AS_WRITTEN and not session.undone
-    recorded = Recorded(staged.closed, staged.results, names, is_plain)
+    # A nested loop gets its further jax.checkpoint only under a policy.
+    recorded = None if grouping.nested else Recorded(staged.closed, staged.results, names)
     return Trace(
         graph,
         regions,
