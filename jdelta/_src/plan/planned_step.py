@@ -219,15 +219,21 @@ def step_of(plan: PlanRecord, call: Call, donate: Arguments) -> tuple[Step, Trac
     step_trace = trace(call.fun, *call.args, grouping=answer.grouping, platform=target.platform)
     if step_trace.fingerprint != plan.program.fingerprint:
         raise PlanMismatchError(_other_program(plan, step_trace))
-    aliases, donated = dict(answer.aliases), call.donated(donate)
-    how = (
+    step = Step(
+        call.fun,
+        call.args,
+        call.donated(donate),
+        target,
+        dict(answer.aliases),
         step_trace.automatic,
         answer.grouping,
         plan.store,
-        answer.updates_moved > 0,
-        step_trace.outside,
+        updates_in_loops=answer.updates_moved > 0,
+        outside=step_trace.outside,
+        out_shardings=call.out_shardings,
+        recorded=step_trace.recorded,
     )
-    return Step(call.fun, call.args, donated, target, aliases, *how, call.out_shardings), step_trace
+    return step, step_trace
 
 
 def _other_program(plan: PlanRecord, step_trace: Trace) -> str:
