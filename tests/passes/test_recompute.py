@@ -91,6 +91,19 @@ def two_losses(ws, x):
     return mean(z) + jnp.sum(jnp.tanh(y))
 
 
+def parts_and_their_sums(ws, x):
+    """What a sum of cotangents is read by makes several values."""
+
+    @jdelta.remat
+    def halves(w, x):
+        a, b = jnp.split(x @ w, 2, -1)
+        return jnp.concatenate([a * jnp.tanh(b), jnp.sin(a)], -1)
+
+    y = halves(ws[1], halves(ws[0], x))
+    values, _ = lax.top_k(halves(ws[2], y) + y, 8)
+    return mean(values) + jnp.sum(jnp.tanh(y))
+
+
 def branches(ws, x):
     return jax.grad(lambda ws: lax.cond(x.sum() > 0, unrolled, scanned, ws, x))(ws)
 
@@ -119,6 +132,7 @@ STEPS = {
     "pulled back twice": functools.partial(pulled_back_twice, unrolled),
     "loops pulled back twice": functools.partial(pulled_back_twice, scanned),
     "two losses": jax.grad(two_losses),
+    "parts and their sums": jax.grad(parts_and_their_sums),
     "nested loops": jax.grad(in_nested_loops),
 }
 

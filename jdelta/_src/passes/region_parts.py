@@ -118,9 +118,10 @@ def _added_last(
     if len(readers) != 1 or len(rest) != 1 or eqns.is_read_outside(sum_of_both, part):
         return False
     last = eqns[readers[0]]
+    if last.primitive.name != "add_any" or last.invars[0] is last.invars[1]:
+        return False
     (result,) = last.outvars
-    is_read = any(result in _jax.variables(eqns[i]) for i in part)
-    if last.primitive.name != "add_any" or is_read or last.invars[0] is last.invars[1]:
+    if any(result in _jax.variables(eqns[i]) for i in part):
         return False
     inside = _jax.new_var(result.aval)
     operands = [rest[0] if v is sum_of_both else v for v in last.invars]
