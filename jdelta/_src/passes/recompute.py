@@ -168,7 +168,10 @@ class _Writer:
                 raise _OtherwiseError
         for index in inside:
             back = is_backward or _jax.is_backward(eqns[index])
-            eqns.eqns[index] = _jax.with_bodies(eqns[index], self._in_body(is_backward=back))
+            changed = _jax.with_bodies(eqns[index], self._in_body(is_backward=back))
+            if changed is eqns[index]:  # an equation whose bodies are not rewritten
+                raise _OtherwiseError
+            eqns.eqns[index] = changed
         late = (e for e in inner.eqns if is_backward or _jax.is_backward(e))
         cotangents = {v for eqn in late for v in eqn.outvars}
         results = set(filter(_jax.is_var, inner.outvars))
