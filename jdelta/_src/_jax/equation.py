@@ -142,18 +142,27 @@ def _barrier_equation() -> Eqn:
 
 def copy_equation(source: Var, like: Eqn, *, to_host: bool) -> Eqn:
     """A copy of a value between device and host memory, at the source line of ``like``."""
-    space = jax.memory.Space.Host if to_host else jax.memory.Space.Device
-    (template,) = open_jaxpr(jaxpr_of(lambda x: jax.device_put(x, space), source.aval)).eqns
+    template = _copy(source.aval, to_host=to_host)
     return from_template(template, [source], [new_var(template.outvars[0].aval)], like)
+
+
+@functools.lru_cache(maxsize=256)
+def _copy(aval: Any, *, to_host: bool) -> Eqn:
+    space = jax.memory.Space.Host if to_host else jax.memory.Space.Device
+    return open_jaxpr(jaxpr_of(lambda x: jax.device_put(x, space), aval)).eqns[0]
 
 
 def rounding_equation(source: Var, target: Var, like: Eqn) -> Eqn:
     """A real value rounded to as many bits as its type has, at the source line of ``like``."""
-    bits = jax.numpy.finfo(source.aval.dtype)
-    (template,) = open_jaxpr(
-        jaxpr_of(lambda x: jax.lax.reduce_precision(x, bits.nexp, bits.nmant), source.aval)
-    ).eqns
-    return from_template(template, [source], [target], like)
+    return from_template(_rounding(source.aval), [source], [target], like)
+
+
+@functools.lru_cache(maxsize=256)
+def _rounding(aval: Any) -> Eqn:
+    bits = jax.numpy.finfo(aval.dtype)
+    return open_jaxpr(
+        jaxpr_of(lambda x: jax.lax.reduce_precision(x, bits.nexp, bits.nmant), aval)
+    ).eqns[0]
 
 
 def stacked(aval: Any, count: int) -> Any:

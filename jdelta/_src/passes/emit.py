@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdelta._src import _jax
-from jdelta._src._jax import Jaxpr
 from jdelta._src.backends.backend import Options
 from jdelta._src.backends.target import Target, is_on_host
 from jdelta._src.errors import OffloadError, PlanMismatchError
@@ -30,7 +28,7 @@ from jdelta._src.passes.weight_updates import with_updates_in_loops
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.hlo_names import NOTHING, Computed
 from jdelta._src.program.loop_nest import walk
-from jdelta._src.program.names import RegionName
+from jdelta._src.program.names import RegionName, names_in
 from jdelta._src.regions.find import tracing
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import AS_WRITTEN, Grouping, Session
@@ -175,15 +173,11 @@ def _staged(step: Step, policy: Policy | None) -> _Staged:
     if recorded and written:
         program = Program(written)
         traced = functools.partial(_retraced, step, program, recorded.results)
-        return _Staged(program, _names_in(recorded.program), recorded.results, traced)
+        return _Staged(program, recorded.names, recorded.results, traced)
     # The user's own program JAX traces once, however often it is asked for.
     planned = _traced(step.jitted(_under(step, policy) if policy else step.fun), step, policy)
     results = jax.tree.structure(planned.out_info)
-    return _Staged(Program(planned.jaxpr), _names_in(planned.jaxpr), results, lambda: planned)
-
-
-def _names_in(jaxpr: Jaxpr) -> frozenset[str]:
-    return frozenset(map(str, filter(None, map(_jax.named_value, _jax.equations(jaxpr)))))
+    return _Staged(Program(planned.jaxpr), names_in(planned.jaxpr), results, lambda: planned)
 
 
 def passes_of(step: Step, policy: Policy | None) -> list[Pass]:

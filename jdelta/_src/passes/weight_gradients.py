@@ -160,7 +160,7 @@ def _growths(eqns: Sequence[Eqn]) -> dict[Var, Growth]:
     """
     ways: dict[Var, Growth] = {}
     for eqn in eqns:
-        read = [v for v in eqn.invars if _jax.is_var(v)]
+        read = _jax.variables(eqn)
         if eqn.primitive.name in _GROWS and len(read) == 1:
             (source,), (result,) = read, eqn.outvars
             before = ways.get(source, Growth(source, ()))

@@ -102,7 +102,7 @@ class _Readers:
         """Equations that do the same to each row of stacks, with scalars known before the loop."""
         later, rows, chosen = {loop}, {*stacked}, set[int]()
         for i, eqn in enumerate(self._eqns):
-            reads = [v for v in eqn.invars if _jax.is_var(v)]
+            reads = _jax.variables(eqn)
             scalars = [v for v in reads if not v.aval.shape]
             others = [v for v in reads if v.aval.shape]
             waits = any(self._makers.get(v) in later for v in scalars)

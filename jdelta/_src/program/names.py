@@ -105,6 +105,11 @@ class RegionName(str):
         return RegionName(region, inner, self.loops, **kept, user_name=self.user_name)
 
 
+def names_in(program: Jaxpr) -> frozenset[str]:
+    """All names in a program, those of values that nothing reads included."""
+    return frozenset(map(str, filter(None, map(_jax.named_value, _jax.equations(program)))))
+
+
 def with_regions_renamed(program: Jaxpr, regions: Mapping[str, str]) -> Jaxpr:
     """A program whose regions have other names, in those of their values and in its marks.
 

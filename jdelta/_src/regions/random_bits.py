@@ -63,7 +63,7 @@ def _made_of_bits(eqns: Sequence[Eqn]) -> set[Var]:
     random: set[Var] = set()
     uniform: set[Var] = set()  # made on the fly, from no array
     for eqn in eqns:
-        read = [v for v in eqn.invars if _jax.is_var(v)]
+        read = _jax.variables(eqn)
         rest = [v for v in read if v not in random]
         plain = all(v in uniform or getattr(v.aval, "size", 0) == 1 for v in rest)
         outputs = {v for v in eqn.outvars if _jax.is_var(v)}

@@ -18,7 +18,7 @@ from jdelta._src._jax.sharding import Shardings, Spec, shardings_of
 from jdelta._src.errors import JdeltaError, TraceError
 from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.loop_nest import Nest, walk
-from jdelta._src.program.names import RegionName, with_regions_renamed
+from jdelta._src.program.names import RegionName, names_in, with_regions_renamed
 from jdelta._src.regions.find import tracing
 from jdelta._src.regions.region import AS_WRITTEN, Grouping, Session
 
@@ -68,6 +68,11 @@ class Recorded:
     def program(self) -> Jaxpr:
         """The program, calls inlined, with the names of plans."""
         return with_regions_renamed(_jax.inline(self.closed), self.aliases)
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """All names in the program."""
+        return names_in(self.program)
 
 
 @dataclass(frozen=True)
