@@ -19,14 +19,20 @@ jax.config.update("jax_num_cpu_devices", DEVICES)
 # Tests ask for numbers and bytes. LLVM without optimisation changes neither (XLA's own passes are
 # the same), and a compile for a CPU takes a third of the time. A TPU's compiler spends four of five
 # seconds on the code of its kernels; the least effort spares that. Tests of what the effort decides
-# are marked `full_effort`, those among them that take minutes `full`;
-# JAX_EXEC_TIME_OPTIMIZATION_EFFORT=0 gives all tests all of it.
+# are marked `full_effort`, those among them that take minutes `full`. What the environment sets is
+# for all tests: JAX_EXEC_TIME_OPTIMIZATION_EFFORT=0, or JAX_OPTIMIZATION_LEVEL=UNKNOWN (JAX 0.12).
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if jax.__version_info__ < (0, 11):  # its older way to write kernels takes a quarter less time
     QUICK += " --xla_cpu_use_fusion_emitters=false"
-EFFORT = float(os.environ.setdefault("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "-1"))  # of examples too
 os.environ.setdefault("XLA_FLAGS", QUICK)
-jax.config.update("jax_exec_time_optimization_effort", EFFORT)
+EFFORT = "jax_exec_time_optimization_effort"
+LEAST, ALL = -1.0, 0.0
+if EFFORT not in jax.config.values:
+    EFFORT, LEAST, ALL = "jax_optimization_level", "O0", "UNKNOWN"
+if EFFORT.upper() in os.environ:
+    LEAST = jax.config.values[EFFORT]
+os.environ.setdefault(EFFORT.upper(), str(LEAST))  # of examples too
+jax.config.update(EFFORT, LEAST)
 
 # A program that one test compiles is not compiled again for another, nor by another process.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -40,5 +46,5 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 @pytest.fixture(autouse=True)
 def effort(request):
     marked = any(map(request.node.get_closest_marker, ("full", "full_effort")))
-    with flags(jax_exec_time_optimization_effort=0.0 if marked else EFFORT):
+    with flags(**{EFFORT: ALL if marked else LEAST}):
         yield
