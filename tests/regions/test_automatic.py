@@ -17,7 +17,7 @@ from jdelta._src.passes.program import Context, Program
 from jdelta._src.passes.recompute_after_forward import with_forward_first
 from jdelta._src.passes.rounding import without_harmful_rounding
 from jdelta._src.regions import cut
-from jdelta._src.regions.cut import bytes_held, cut_into_regions, loss_begins
+from jdelta._src.regions.cut import Cuts, bytes_held, cut_into_regions, loss_begins
 from jdelta._src.regions.find import tracing
 from jdelta._src.regions.region import Session
 from tests.compilers import TARGETS, needs_cuda
@@ -116,7 +116,7 @@ def test_what_is_made_again_where_it_is_read_is_not_held():
 def test_coarse_cuts_are_fewer_and_not_much_worse():
     program = chain([64, 8, 64, 8, 64, 8, 64, 8, 64])
     eqns = _jax.open_jaxpr(program).eqns
-    fine, coarse = cut_into_regions(eqns), cut_into_regions(eqns, coarse=True)
+    fine, coarse = cut_into_regions(eqns), cut_into_regions(eqns, best=Cuts.FEW)
     assert len(coarse) < len(fine)
     sums = [sum(cost(program, [0, *(s.stop for s in found)])) for found in (fine, coarse)]
     assert sums[0] <= sums[1] <= cut.COARSE * sums[0]
@@ -134,6 +134,28 @@ def test_of_cuts_that_keep_as_much_those_with_less_in_turn():
     eqns = _jax.open_jaxpr(_jax.inline(jax.make_jaxpr(run)(jnp.zeros((1024, 64)), ws))).eqns
     assert cut_into_regions(eqns) == [range(5), range(5, 10), range(10, 15)]
     assert len(cut_into_regions(eqns, is_whole=False)) == 2
+
+
+def test_cuts_by_what_is_held_in_turn_keep_more():
+    """The last of three regions is differentiated first, when both that enter are kept."""
+
+    def run(x, ws):
+        for w in ws[:-1]:
+            x = jnp.tanh(x @ w + 1.0)
+        return x @ ws[-1]
+
+    ws = [jnp.zeros(pair) for pair in itertools.pairwise([64, *[256] * 6, 64])]
+    eqns = _jax.open_jaxpr(_jax.inline(jax.make_jaxpr(run)(jnp.zeros((1024, 64)), ws))).eqns
+    at_once, in_turn = (cut_into_regions(eqns, best=best) for best in (Cuts.AT_ONCE, Cuts.IN_TURN))
+    assert at_once != in_turn
+    assert cut_into_regions(eqns, is_whole=False) == cut_into_regions(
+        eqns, is_whole=False, best=Cuts.IN_TURN
+    )
+    whole = sum(bytes_held(eqns))
+    for cuts in (at_once, in_turn):
+        assert [i for c in cuts for i in c] == list(range(len(eqns)))
+        assert len(cuts) > 2
+        assert max(sum(bytes_held(eqns[c.start : c.stop])) for c in cuts) < whole / 2
 
 
 def test_a_loop_keeps_what_crosses_for_each_iteration():
@@ -680,7 +702,45 @@ def test_larger_units_where_those_that_are_found_need_more_than_the_budget():
         step_of(jax.checkpoint(attention_with_dropout)), None, *args, **options
     ).compiled_peak
     plan = jdelta.plan(step_of(attention_with_dropout), int(1.02 * by_hand), *args, **options)
-    assert plan.grouping.coarse
+    assert plan.grouping.cuts is Cuts.FEW
+
+
+@pytest.mark.compiler
+@needs_cuda
+def test_a_chain_is_cut_otherwise_before_what_enters_regions_leaves_the_device():
+    """By hand: groups of two, at the price of nearly one more forward pass."""
+
+    def step_of(group, around):
+        def run(layers, y, ends):
+            for i, (w, b) in enumerate(layers):
+                y = y @ w + b
+                y = y if ends and i == len(layers) - 1 else jnp.tanh(y)
+            return y
+
+        def step(layers, x):
+            def loss(layers):
+                y = x
+                for i in range(0, 7, group):
+                    ends = i + group >= 7
+                    y = around(functools.partial(run, ends=ends))(layers[i : i + group], y)
+                return (y**2).mean()
+
+            return jax.value_and_grad(loss)(layers)
+
+        return step
+
+    sizes = itertools.pairwise([256, *[1024] * 6, 256])
+    layers = [
+        (jax.ShapeDtypeStruct(s, "float32"), jax.ShapeDtypeStruct(s[1:], "float32")) for s in sizes
+    ]
+    args = layers, jax.ShapeDtypeStruct((131072, 256), jnp.float32)
+    by_hand = jdelta.plan(step_of(2, jax.checkpoint), None, *args, target="cuda:h100")
+    budget = int(1.02 * by_hand.compiled_peak)
+    plan = jdelta.plan(step_of(7, unmarked), budget, *args, target="cuda:h100")
+    assert plan.grouping.cuts is Cuts.IN_TURN
+    assert plan.compiled_peak <= budget
+    assert not plan.host_bytes
+    assert plan.overhead < 0.35 * plan.step_seconds
 
 
 @pytest.mark.compiler

@@ -87,9 +87,9 @@ class Offered:
     """One item that may be saved, computed again in 3 s, or offloaded in 2 s of waiting."""
 
     def __init__(self, *, moves=True):
-        move = Move(Decision.OFFLOAD, 1.0, 1.0, 8.0)
+        move = Move(OFFLOAD, 1.0, 1.0, 8.0)
         item = Item("tanh", 8.0, 3.0, moves=(move,) if moves else ())
-        self.problem = Problem((item,), 0.0, (Memory(Decision.OFFLOAD),))
+        self.problem = Problem((item,), 0.0, (Memory(OFFLOAD),))
 
     def without(self, *_):
         return Offered(moves=False)
@@ -171,6 +171,22 @@ def test_a_grouping_has_to_be_worth_it():
     assert rules.worthwhile_grouping(seconds, alike=0.301, forward=1.0) is None
 
 
+@pytest.mark.parametrize(
+    ("decisions", "overhead", "tried"),
+    [
+        ({"sin": RECOMPUTE, "tanh": RECOMPUTE}, 2.0, True),  # next to nothing is kept
+        ({"sin": SAVE, "tanh": OFFLOAD}, 2.0, True),
+        ({"sin": SAVE, "tanh": Decision.SPILL}, 2.0, True),
+        ({"sin": SAVE, "tanh": RECOMPUTE}, 2.0, False),
+        ({"sin": SAVE, "tanh": OFFLOAD}, 0.1, False),  # and that is cheap
+    ],
+)
+def test_other_cuts_are_tried_where_a_plan_is_dear(decisions, overhead, tried):
+    floor = compiled(500, 2.0, sin=RECOMPUTE, tanh=RECOMPUTE)
+    best = compiled(700, overhead, **decisions)
+    assert rules.may_other_cuts_be_quicker(best, floor, seconds=10.0) == tried
+
+
 def test_where_nothing_fits_units_are_larger_or_checkpoints_nested():
     def tried(trips, *, is_automatic=False, per_layer=True):
         options = {"is_automatic": is_automatic, "per_layer": per_layer}
@@ -178,7 +194,7 @@ def test_where_nothing_fits_units_are_larger_or_checkpoints_nested():
 
     nested = Grouping(4, nested=True)
     assert tried({"layer": 16, "head": 1}) == [nested]
-    assert tried({"layer": 16}, is_automatic=True) == [Grouping(1, coarse=True), nested]
+    assert tried({"layer": 16}, is_automatic=True) == [*rules.OTHER_CUTS, nested]
     assert tried({"layer": 16}, per_layer=False) == []
     assert tried({"layer": 7}) == []  # a prime has no divisor
     assert tried({}) == []

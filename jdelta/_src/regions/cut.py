@@ -8,6 +8,8 @@ section 4) with real sizes, solved exactly over the places where the fewest byte
 
 from __future__ import annotations
 
+import enum
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,9 +39,9 @@ AS_GOOD = 1.002
 hold XLA fuses, but it keeps what crosses each cut."""
 
 COARSE = 1.3
-"""Times the least that larger regions may come to, where those that seem best need too much: XLA
-often computes a part of a region again when its turn comes, and does not hold all at once. Halves
-of attention layers with dropout (cuda:h100) took 404 MiB for 392 of whole layers."""
+"""Times the least that larger regions may come to: XLA often computes a part of a region again when
+its turn comes, and does not hold all at once. Halves of attention layers with dropout (cuda:h100)
+took 404 MiB for 392 of whole layers."""
 
 TIE = 1e-6
 """Part of the bytes that cross a cut by which it is dearer than another at which as many are kept:
@@ -48,16 +50,31 @@ equal layers are cut alike, where their results are made."""
 _Sizes = npt.NDArray[np.float64]
 
 
+class Cuts(enum.Enum):
+    """Which cuts are best. XLA holds less than either sum says, so neither is always right."""
+
+    AT_ONCE = "at once"
+    """Those with the least sum of all that is kept at cuts, and of the largest region."""
+
+    IN_TURN = "in turn"
+    """Those with the least that is held in the turn of a region, when what later regions make is
+    gone. Seven dense layers (cuda:h100) took 2.29 GiB so, and 2.79 with the least sum."""
+
+    FEW = "few"
+    """Fewer than have the least sum, and so larger regions."""
+
+
 def cut_into_regions(
-    eqns: Sequence[Eqn], trips: int = 1, *, is_whole: bool = True, coarse: bool = False
+    eqns: Sequence[Eqn], trips: int = 1, *, is_whole: bool = True, best: Cuts = Cuts.AT_ONCE
 ) -> list[range]:
     """Cut a program into regions: runs of equations.
 
     Args:
         eqns: The equations of a forward pass, calls inlined.
         trips: How often it runs in a loop: what crosses is kept for each, what lies between once.
-        is_whole: Whether they are all of the forward pass, so that nothing follows them.
-        coarse: Whether regions are to be larger than seems best.
+        is_whole: Whether they are all of the forward pass, so that nothing follows them; else
+            regions have no turn.
+        best: Which cuts are best.
 
     Returns:
         Ranges of equation indices, in order; together they are all equations.
@@ -71,12 +88,17 @@ def cut_into_regions(
     places = _places(crossing)
     kept = trips * _kept(lives, places) + TIE * crossing[places]
     choices = list(_choices(kept, cumulative_bytes[places]))
-    limit = COARSE if coarse else AS_GOOD
-    choices = _least(
-        choices, lambda cuts: _held_at_most(cuts, kept, cumulative_bytes[places]), limit
-    )
-    if is_whole and not coarse:
-        choices = _least(choices, lambda cuts: _held_in_turn(cuts, kept, cumulative_bytes[places]))
+    sizes = {"kept": kept, "cumulative_bytes": cumulative_bytes[places]}
+    at_once = functools.partial(_held_at_once, **sizes)
+    in_turn = functools.partial(_held_in_turn, **sizes)
+    if best is Cuts.FEW:
+        choices = _least(choices, at_once, COARSE)
+    elif not is_whole:
+        choices = _least(choices, at_once)
+    elif best is Cuts.IN_TURN:
+        choices = _least(_least(choices, in_turn), at_once)
+    else:
+        choices = _least(_least(choices, at_once), in_turn)
     return [range(places[a], places[b]) for a, b in itertools.pairwise(choices[0])]
 
 
@@ -280,7 +302,7 @@ def _least(
     return [cuts for cuts, needed in zip(choices, sizes, strict=True) if needed <= enough]
 
 
-def _held_at_most(cuts: Sequence[int], kept: _Sizes, cumulative_bytes: _Sizes) -> float:
+def _held_at_once(cuts: Sequence[int], kept: _Sizes, cumulative_bytes: _Sizes) -> float:
     """Bytes of all that is kept at the cuts, and of the largest region."""
     regions = list(itertools.pairwise(cuts))
     largest = max(cumulative_bytes[b] - cumulative_bytes[a] for a, b in regions)

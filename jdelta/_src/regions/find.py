@@ -22,7 +22,13 @@ from jax import lax
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
 from jdelta._src.program.scan import Scan
-from jdelta._src.regions.cut import bytes_held, cut_into_regions, has_products, loss_begins
+from jdelta._src.regions.cut import (
+    Cuts,
+    bytes_held,
+    cut_into_regions,
+    has_products,
+    loss_begins,
+)
 from jdelta._src.regions.layer_groups import grouped
 from jdelta._src.regions.modules import ClosedOver, Weight, module_paths, with_modules
 from jdelta._src.regions.region import Session, inside_region, is_inside, region
@@ -156,7 +162,7 @@ class _Part:
 def _parts(eqns: Sequence[Eqn], trips: int, *, is_model: bool) -> Iterator[_Part]:
     """A program's parts, in order; ``is_model`` if they are all that is in front of a loss."""
     session: Session | None = _jax.current_session()
-    coarse = session is not None and session.grouping.coarse
+    best = session.grouping.cuts if session else Cuts.AT_ONCE
     sizes = bytes_held(eqns)
     large = LOOP_SHARE * sum(sizes)
     begin = 0
@@ -166,7 +172,7 @@ def _parts(eqns: Sequence[Eqn], trips: int, *, is_model: bool) -> Iterator[_Part
         is_alone = eqn is None or is_apart or _is_marked(eqn)
         if is_alone and begin < end:
             is_whole = is_model and end - begin == len(eqns)
-            for run in cut_into_regions(eqns[begin:end], trips, is_whole=is_whole, coarse=coarse):
+            for run in cut_into_regions(eqns[begin:end], trips, is_whole=is_whole, best=best):
                 yield _Part(eqns[begin + run.start : begin + run.stop])
         if is_alone and eqn is not None:
             yield _Part([eqn], is_cut, is_apart)

@@ -20,6 +20,7 @@ from jdelta._src._jax.region_primitive import cotangent_primitive, region_primit
 from jdelta._src.errors import TraceError
 from jdelta._src.program.hlo_names import mark
 from jdelta._src.program.names import RegionName, add_names, scope_path
+from jdelta._src.regions.cut import Cuts
 from jdelta._src.regions.modules import ClosedOver, Weight, module_paths, with_modules
 from jdelta._src.regions.random_bits import with_written_bits
 
@@ -56,12 +57,12 @@ class Grouping:
         layers: How many layers one iteration runs.
         nested: Whether these are a loop in the loop, under one more ``jax.checkpoint`` that keeps
             what enters the first of them; else each is a region of its own.
-        coarse: Whether regions that are found in the program are larger than seems best.
+        cuts: Where a step in which nothing is marked is cut into regions.
     """
 
     layers: int
     nested: bool = False
-    coarse: bool = False
+    cuts: Cuts = Cuts.AT_ONCE
 
 
 AS_WRITTEN = Grouping(1)

@@ -1,4 +1,4 @@
-"""The search for a plan: with the step as it is cut, larger regions, or several layers together."""
+"""The search for a plan: with the step as it is cut first, other cuts, or layers together."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from jdelta._src.residuals.residual import Residual
 from jdelta._src.residuals.unpinnable import why_unpinnable
 from jdelta._src.search.candidate import CompiledCandidate, Found
 from jdelta._src.search.history import History
-from jdelta._src.search.rules import groupings_where_nothing_fits
+from jdelta._src.search.rules import OTHER_CUTS, groupings_where_nothing_fits
 from jdelta._src.search.search import EARLY, MOST_COMPILES, Search
 from jdelta._src.sizes import Budget
 from jdelta._src.solver import Solver
 
 _LOG = logging.getLogger(__name__)
+
+OTHERWISE = 2
+"""Compiles for a step that is cut otherwise."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Planning:
             outcome = search.run(bound, EARLY if may_be_apart else MOST_COMPILES)
         except BudgetError as error:
             return self._otherwise(search, bound, error)
+        if search.may_other_cuts_be_quicker(outcome):
+            return self._cut_otherwise(search, outcome)
         is_done = outcome.is_good or not may_be_apart
         return (search, outcome) if is_done else self._apart(search, outcome)
 
@@ -95,9 +100,12 @@ class Planning:
         grouping: Grouping,
         before: Search | None = None,
         alike: CompiledCandidate | None = None,
+        *,
+        may_fail: bool = False,
     ) -> Search:
         loops = f", {grouping.layers} layers in an iteration" if grouping.layers > 1 else ""
-        _LOG.info("tracing the step%s", loops)
+        cuts = ", cut otherwise" if grouping.cuts is not AS_WRITTEN.cuts else ""
+        _LOG.info("tracing the step%s%s", loops, cuts)
         trace = self.traced(grouping)
         if trace.uncut and self.pin:
             raise TraceError(trace.uncut)
@@ -106,7 +114,8 @@ class Planning:
         files = self.files(residuals)
         pins = self._pins(trace, residuals)
         items = items_of(residuals, step.target, self.host_room, pins, files)
-        return Search(step, items, trace, self.solver, self.history, before, alike)
+        others = before, alike
+        return Search(step, items, trace, self.solver, self.history, *others, may_fail=may_fail)
 
     def _pins(self, trace: Trace, residuals: Sequence[Residual]) -> Pins:
         if callable(self.pin):
@@ -116,7 +125,7 @@ class Planning:
         return Pins(self.pin, users_names(trace, residuals), unpinnable)
 
     def _otherwise(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:
-        """Larger regions, or nested checkpoints, as everything else needs more than the budget."""
+        """Other regions, or nested checkpoints, as everything else needs more than the budget."""
         trace = first.trace
         others = groupings_where_nothing_fits(
             trace.trips, is_automatic=trace.automatic, per_layer=self.per_layer
@@ -124,8 +133,7 @@ class Planning:
         for grouping in others:
             try:
                 search = self._search(grouping, first)
-                is_same = len(search.trace.regions) == len(first.trace.regions)
-                if grouping.coarse and (is_same or not search.promises(error.floor or 0)):
+                if grouping in OTHER_CUTS and not _differs(search, first, error.floor or 0):
                     continue
                 return search, search.run(bound)
             except TraceError:
@@ -134,13 +142,26 @@ class Planning:
                 error = min(error, other, key=lambda e: e.floor or math.inf)
         raise error from None
 
+    def _cut_otherwise(self, first: Search, found: Found) -> tuple[Search, Found]:
+        """The first quicker plan with other cuts, else the one that there is."""
+        most = found.compiles + OTHERWISE
+        for grouping in OTHER_CUTS:
+            with contextlib.suppress(BudgetError, TraceError):
+                search = self._search(grouping, first)
+                if not _differs(search, first, found.budget):
+                    continue
+                outcome = search.run(found.budget, most)
+                if outcome.best.overhead < found.best.overhead:
+                    return search, outcome
+        return first, found
+
     def _apart(self, first: Search, alike: Found) -> tuple[Search, Found]:
         """The best plan with layers decided alike or apart."""
         bound, search, outcome = alike.budget, first, alike
         grouping = first.better_grouping(alike)
         if grouping:
             with contextlib.suppress(BudgetError, TraceError):
-                other = self._search(grouping, first, alike.best)
+                other = self._search(grouping, first, alike.best, may_fail=True)
                 apart = other.run(bound)
                 if apart.best.overhead < alike.best.overhead:
                     search, outcome = other, apart
@@ -149,5 +170,10 @@ class Planning:
         known = search.known_grouping(bound, outcome.best.overhead)
         if known is None or known == search.trace.grouping:
             return search, outcome
-        search = self._search(known, search, alike.best)
+        search = self._search(known, search, alike.best, may_fail=True)
         return search, search.run(bound)
+
+
+def _differs(search: Search, first: Search, peak: int) -> bool:
+    """Whether a step is cut otherwise, and may need no more than a peak then, bytes."""
+    return search.trace.fingerprint != first.trace.fingerprint and search.promises(peak)

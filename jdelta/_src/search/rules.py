@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jdelta._src.decision import Decision
+from jdelta._src.regions.cut import Cuts
 from jdelta._src.regions.region import Grouping
 from jdelta._src.residuals.items import Items
 from jdelta._src.residuals.residual import Residual
@@ -27,13 +28,18 @@ MAY_FIT = 1.15
 at most 6.5 % too high for plain steps (BERT-base on a v5e), on CUDA 1.2 % (jax 0.12.0.1)."""
 
 MAY_BE_BELOW = 1.05
-"""Times a peak that the floor of larger regions may be predicted to take and still be compiled."""
+"""Times a peak that the floor of other regions may be predicted to take and still be compiled."""
 
 FAR_BELOW = 0.7
 """Part of what is simulated below which a compiled peak says that the simulation is of no use."""
 
 SURELY_BELOW = 0.9
 """Part of the budget that the simulated floor must stay below to go without compiling it."""
+
+DEAR = 0.05
+"""Part of the plain step's seconds from which on a plan adds so much that other cuts are tried."""
+
+OTHER_CUTS = (Grouping(1, cuts=Cuts.IN_TURN), Grouping(1, cuts=Cuts.FEW))
 
 WORTH = 0.005
 """Part of the regions' forward pass that more layers in an iteration must save to be worth it."""
@@ -190,7 +196,7 @@ def may_plain_fit_after_all(
 
 
 def may_be_below(predicted: int, peak: int) -> bool:
-    """Whether the floor of larger regions may be below a peak, by its predicted peak in bytes."""
+    """Whether the floor of other regions may be below a peak, by its predicted peak in bytes."""
     return predicted < MAY_BE_BELOW * peak
 
 
@@ -214,7 +220,7 @@ def worthwhile_grouping(
 def groupings_where_nothing_fits(
     trips: Mapping[str, int], *, is_automatic: bool, per_layer: bool
 ) -> Iterator[Grouping]:
-    """Larger regions, or nested checkpoints: what to try where everything else exceeds the budget.
+    """Other regions, or nested checkpoints: what to try where everything else exceeds the budget.
 
     Args:
         trips: From regions to the layers of the loop that they are in, such as ``{"layer": 12}``.
@@ -222,10 +228,27 @@ def groupings_where_nothing_fits(
         per_layer: Whether loops may be run in another way.
     """
     if is_automatic:
-        yield Grouping(1, coarse=True)
+        yield from OTHER_CUTS
     layers = _near_root(max(trips.values(), default=1))
     if layers > 1 and per_layer:
         yield Grouping(layers, nested=True)
+
+
+def may_other_cuts_be_quicker(best: Candidate, floor: Candidate, seconds: float) -> bool:
+    """Whether the step is to be cut otherwise, too, although there is a plan.
+
+    A plan for which next to everything has to go adds much, and other regions may keep less of
+    what enters them.
+
+    Args:
+        best: The plan.
+        floor: Everything recomputed.
+        seconds: What the plain step takes.
+    """
+    decisions = best.decisions or {}
+    is_dear = best.overhead > DEAR * seconds
+    leaves = not {Decision.OFFLOAD, Decision.SPILL}.isdisjoint(decisions.values())
+    return is_dear and (leaves or decisions == floor.decisions)
 
 
 def _near_root(count: int) -> int:

@@ -43,6 +43,8 @@ class Search:
         history: History,
         before: Search | None = None,
         alike: CompiledCandidate | None = None,
+        *,
+        may_fail: bool = False,
     ):
         """Begin a search.
 
@@ -52,9 +54,9 @@ class Search:
             trace: The step as it was staged.
             solver: What decides.
             history: What searches with other budgets have learnt.
-            before: The search for the same step with its loops as they are. Where that has a plan,
-                this one may end without.
-            alike: The plan that was found there.
+            before: The search for the same step as it is cut first, its loops as they are.
+            alike: The plan that was found there, where this one is about its loops.
+            may_fail: Whether there is a plan already, so that this search may end without.
         """
         self.step = step
         self.trace = trace
@@ -67,7 +69,7 @@ class Search:
         self.proposals = Proposals(step, items, trace, solver, correction)
         self.attempts = Attempts(self.proposals, compiles, alike)
         self._plain: Candidate = before._plain if before else self.proposals.plain()
-        self._may_fail = before is not None and not (step.grouping.nested or step.grouping.coarse)
+        self._may_fail = may_fail
 
     @property
     def items(self) -> Items:
@@ -109,6 +111,14 @@ class Search:
         """That of the quickest plan compiled so far that fits, if it adds less than ``seconds``."""
         known = self.attempts.compiles.quickest(bound)
         return known.grouping if known and known.overhead < seconds else None
+
+    def may_other_cuts_be_quicker(self, outcome: Found) -> bool:
+        """Whether the step is to be cut otherwise, too, although there is a plan."""
+        if not self.trace.automatic or self.trace.trips:  # the bodies of loops are cut in one way
+            return False
+        proposals = self.proposals
+        seconds = proposals.seconds(self._plain)
+        return rules.may_other_cuts_be_quicker(outcome.best, proposals.floor(), seconds)
 
     def promises(self, peak: int) -> bool:
         """Whether the floor may be below a peak, by its prediction."""
