@@ -62,6 +62,32 @@ def unlike_layers(size, remat):
     return trained(loss), (ws, rows(size))
 
 
+@program(units=True, large=Size(32768, 128, 7))
+def dense_chain(size, remat):
+    """Dense layers alone: what enters one is all that the one before keeps. Units are pairs."""
+
+    def run(layers, x, last=False):
+        for i, (w, b) in enumerate(layers):
+            x = x @ w + b
+            x = x if last and i == len(layers) - 1 else jnp.tanh(x)
+        return x
+
+    unit, end = remat(run), remat(functools.partial(run, last=True))
+    widths = [size.width, *[4 * size.width] * (size.layers - 1), size.width]
+    layers = [
+        (array(*pair, scale=0.2, seed=i), array(pair[1], seed=i))
+        for i, pair in enumerate(itertools.pairwise(widths))
+    ]
+
+    def loss(layers, x):
+        *pairs, rest = (layers[i : i + 2] for i in range(0, len(layers), 2))
+        for pair in pairs:
+            x = unit(pair, x)
+        return mean_square(end(rest, x))
+
+    return trained(loss), (layers, rows(size))
+
+
 @program(units=True)
 def tied_layers(size, remat):
     """One block used three times."""

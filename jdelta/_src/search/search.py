@@ -64,7 +64,9 @@ class Search:
         spill = step.store and step.store.spill
         emitted = step.donate, step.updates_in_loops, spill
         key = (trace.fingerprint, step.target.name, emitted, items.problem, pins)
-        correction = before.proposals.correction.copy() if before else Correction()
+        correction = Correction()
+        if before and before.step.grouping.cuts is step.grouping.cuts:
+            correction = before.proposals.correction.copy()
         compiles = before.attempts.compiles if before else Compiles(history.plans(key))
         self.proposals = Proposals(step, items, trace, solver, correction)
         self.attempts = Attempts(self.proposals, compiles, alike)
