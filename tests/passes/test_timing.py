@@ -697,7 +697,7 @@ def test_a_compiler_that_would_put_gradients_off_takes_what_is_simulated():
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_budget_below_what_recompute_reaches_sends_region_inputs_away(target):
     step, args = stack(jdelta.remat(stack_layer)), shapes(FEWER)
-    budget = int(0.75 * by_hand(target, FEWER).peak)
+    budget = int(0.76 * by_hand(target, FEWER).peak)
     if resolve(target).offload_refusal:
         with pytest.raises(BudgetError, match="below the floor"):
             jdelta.plan(step, budget, *args, target=target)

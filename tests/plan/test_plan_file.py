@@ -81,7 +81,7 @@ def static(_):
 
 
 def asked_much(_):
-    pin = {"*/mlpwi": "recompute", "*/sub": Decision.SAVE}
+    pin = {"*/mlpwi": "recompute", "*/cos": Decision.SAVE}
     bounds = {"host_budget": "1GiB", "per_layer": False, "reorder": True}
     shapes = small.make_args()
     return jdelta.plan(small.step, 0.8, *shapes, donate_argnums=0, solver="milp", pin=pin, **bounds)
@@ -128,7 +128,7 @@ def test_the_question_comes_back(tmp_path):
     asked_much(None).save(tmp_path / "plan.json")
     question = jdelta.load(tmp_path / "plan.json").question
     assert (question.solver, question.host_budget) == ("milp", 1 << 30)
-    assert question.pins == (("*/mlpwi", Decision.RECOMPUTE), ("*/sub", Decision.SAVE))
+    assert question.pins == (("*/mlpwi", Decision.RECOMPUTE), ("*/cos", Decision.SAVE))
     assert (question.per_layer, question.reorder) == (False, True)
 
 
