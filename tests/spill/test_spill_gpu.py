@@ -198,7 +198,7 @@ def test_gpus_that_are_there_are_tried(platform, ahead, tried, monkeypatch):
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_a_gpu_holds_less(scan, tmp_path, monkeypatch):
     """By the compiler's own figures; every value that is spilled is found in the program."""
-    monkeypatch.setattr(jdelta._src.api.planning, "agreed_rates", lambda _: SpillRates(1e11, 1e11))
+    monkeypatch.setattr(jdelta._src.api.planning, "rates_of", lambda _: SpillRates(1e11, 1e11))
     step, args = network(16384, 512, scan=scan)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     name = "block/dot_general" if scan else "block_[0-4]/dot_general"

@@ -12,6 +12,7 @@ functions take and give stays. From the lowest floor up, each room importing onl
 - ``digest``: what a program is, so that two can be told apart.
 - ``equation``: what one equation says, and new ones made. In 0.11 a ``scan`` came to count its
   inputs in another way.
+- ``job``: what the processes of a job tell each other.
 - ``meshes``: the meshes of devices that a program runs over.
 - ``places``: where in the user's code things come from.
 - ``outside``: a trace that leaves to the one around it what does not depend on its arguments.
@@ -98,6 +99,8 @@ from jdelta._src._jax.jaxprs import stage as stage
 from jdelta._src._jax.jaxprs import variables as variables
 from jdelta._src._jax.jaxprs import with_equations as with_equations
 from jdelta._src._jax.jaxprs import with_outputs as with_outputs
+from jdelta._src._jax.job import heard as heard
+from jdelta._src._jax.job import tell as tell
 from jdelta._src._jax.meshes import current_mesh as current_mesh
 from jdelta._src._jax.meshes import meshes_in as meshes_in
 from jdelta._src._jax.outside import outside_of as outside_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import numbers
@@ -15,6 +16,7 @@ import numpy as np
 
 from jdelta._src.api.collector import collecting_seldom
 from jdelta._src.api.deferred import DeferredPlan
+from jdelta._src.api.job import Job, Terms
 from jdelta._src.api.plan import Plan
 from jdelta._src.backends.target import Target, is_on_host, resolve
 from jdelta._src.decision import Decision
@@ -39,7 +41,7 @@ from jdelta._src.search.history import History
 from jdelta._src.sizes import format_bytes, format_some, parse_budget, parse_host_budget
 from jdelta._src.solver import DEFAULT_SOLVER, SOLVERS, Solver, solver_name
 from jdelta._src.solver.solution import Outcome
-from jdelta._src.spill import Spill, SpillRates, Store, agreed_rates
+from jdelta._src.spill import Spill, SpillRates, Store, rates_of
 from jdelta._src.versions import versions
 
 MARGIN = 0.05
@@ -305,6 +307,24 @@ def _plan(
     call: Call,
     *,
     target: str | None,
+    **options: Any,
+) -> Plan:
+    where = resolve(target, call.placed)
+    job = Job.of(where.devices(), ahead_of_time=where.ahead_of_time)
+    with job.failing_together():
+        plan = _plan_for(job, where, asked, budget, call.abstract(where), **options)
+        decisions = sorted((name, decision.value) for name, decision in plan.decisions.items())
+        job.check_alike(f"{plan.program.fingerprint} {plan.budget} {decisions}")
+    return plan
+
+
+def _plan_for(
+    job: Job,
+    where: Target,
+    asked: Jitted,
+    budget: int | float | str | None,
+    call: Call,
+    *,
     solver: Solver,
     host_budget: int | str | None,
     pin: Pins,
@@ -313,7 +333,6 @@ def _plan(
     reorder: bool,
     history: History | None,
 ) -> Plan:
-    where = resolve(target, call.placed)
     bound = parse_budget(int(where.memory * (1 - MARGIN)) if budget is None else budget)
     if bound.bytes and bound.bytes > where.memory:
         raise BudgetError(
@@ -322,11 +341,13 @@ def _plan(
         )
     if isinstance(pin, Mapping):
         pin = {_pattern(pattern): Decision(decision) for pattern, decision in pin.items()}
-    call = call.abstract(where)
     placed, out_shardings = call.args, call.out_shardings
     donate = call.donated(asked.donate)
-    host_room = _host_capacity(host_budget, where, placed)
     store, rates = _spilling(spill, where)
+    own = Terms(bound, _host_capacity(host_budget, where, placed), where.rates, rates)
+    terms = job.common(own)
+    bound, host_room, rates = terms.budget, terms.host_room, terms.spill
+    where = dataclasses.replace(where, rates=terms.rates)
 
     def files(residuals: Sequence[Residual]) -> Link | None:
         return to_files(spill, rates, residuals, where) if spill and rates else None
@@ -426,8 +447,7 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
         return None, None
     calls = target.backend.spilling.by_callback
     check_handlers(target)
-    rates = agreed_rates(spill)
-    return Store(spill, by_callback=calls), rates
+    return Store(spill, by_callback=calls), rates_of(spill)
 
 
 def _result(search_result: Found, items: Items) -> str:

@@ -6,7 +6,6 @@ from jdelta._src.spill.ops import read as read
 from jdelta._src.spill.ops import write as write
 from jdelta._src.spill.options import Spill as Spill
 from jdelta._src.spill.rates import SpillRates as SpillRates
-from jdelta._src.spill.rates import agreed_rates as agreed_rates
 from jdelta._src.spill.rates import rates_of as rates_of
 from jdelta._src.spill.store import Counters as Counters
 from jdelta._src.spill.store import Store as Store

@@ -6,10 +6,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 
-from jdelta._src.errors import SpillError
 from jdelta._src.spill.library import Key
 from jdelta._src.spill.options import Spill
 from jdelta._src.spill.store import Store
@@ -80,37 +78,6 @@ def _tensor() -> np.ndarray[Any, Any]:
     """A tensor that begins where XLA's do: how fast one is copied depends on its address."""
     room = np.arange(TENSOR + ALIGNMENT, dtype=np.uint8)
     return room[-room.ctypes.data % ALIGNMENT :][:TENSOR]
-
-
-def agreed_rates(spill: Spill) -> SpillRates:
-    """The rates that all processes of a job plan with: the least that any of them has measured.
-
-    With rates of its own each process might spill other values, and so compile another program.
-    Where there are several processes, all have to ask.
-
-    Raises:
-        SpillError: The directory cannot be used, here or on another process.
-    """
-    if jax.process_count() == 1:
-        return rates_of(spill)
-    try:
-        rates = rates_of(spill)
-    except SpillError:
-        _least(SpillRates(0.0, 0.0))  # so that no other process waits
-        raise
-    least = _least(rates)
-    if not least.write:
-        raise SpillError("spill: another process of the job cannot use its directory, see there")
-    return least
-
-
-def _least(rates: SpillRates) -> SpillRates:
-    """The least rates over all processes."""
-    from jax.experimental import multihost_utils  # slow to import
-
-    gather: Any = multihost_utils.process_allgather
-    write, read = np.min(gather(np.array([rates.write, rates.read])), axis=0)
-    return SpillRates(float(write), float(read))
 
 
 def _round(store: Store, data: np.ndarray[Any, Any], most: int) -> tuple[SpillRates, int]:
