@@ -156,7 +156,8 @@ adam = optax.adam(1e-2)
 
 def step(state, x):
     def loss(ws):
-        return jnp.mean(jax.lax.scan(lambda x, w: (x + jnp.sin(jnp.tanh(x @ w)), None), x, ws)[0] ** 2)
+        layer = lambda x, w: (x + jnp.sin(jnp.tanh(x @ w)), None)
+        return jnp.mean(jax.lax.scan(layer, x, ws)[0] ** 2)
     value, grads = jax.value_and_grad(loss)(state["ws"])
     updates, opt = adam.update(grads, state["opt"])
     return {"ws": optax.apply_updates(state["ws"], updates), "opt": opt}, value

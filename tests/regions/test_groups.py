@@ -55,8 +55,10 @@ def halves(found):
 
 
 def assert_equal(got, expected):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    expected = jax.tree.leaves(expected)
+    largest = max(1.0, *(float(np.abs(b).max()) for b in expected))
+    for a, b in zip(jax.tree.leaves(got), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * largest)
 
 
 @pytest.mark.parametrize(

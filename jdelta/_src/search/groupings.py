@@ -31,7 +31,7 @@ from jdelta._src.solver import Solver
 
 _LOG = logging.getLogger(__name__)
 
-OTHERWISE = 2
+OTHERWISE = 3
 """Compiles for a step that is cut otherwise."""
 
 
