@@ -119,8 +119,8 @@ class Job:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there is another process."""
-        return len(self.processes) > 1
+        """Whether there is another process, and the plan is for this one too."""
+        return len(self.processes) > 1 and self.here in self.processes
 
     def common(self, terms: Terms) -> Terms:
         """What all processes plan with.
@@ -154,8 +154,9 @@ class Job:
             yield
         except Exception as error:
             if self.is_shared:
-                failure = [type(error).__name__, str(error)]
-                _jax.tell(self._key("failed", self.here), json.dumps(failure))
+                failure = json.dumps([type(error).__name__, str(error)])
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody is left to hear it
+                    _jax.tell(self._key("failed", self.here), failure)
             raise
 
     def _told(self, topic: str, mine: str) -> list[str]:

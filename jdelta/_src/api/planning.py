@@ -344,8 +344,8 @@ def _plan_for(
     placed, out_shardings = call.args, call.out_shardings
     donate = call.donated(asked.donate)
     store, rates = _spilling(spill, where)
-    own = Terms(bound, _host_capacity(host_budget, where, placed), where.rates, rates)
-    terms = job.common(own)
+    host_room = _host_capacity(host_budget, where, placed)
+    terms = job.common(Terms(bound, host_room, where.rates, rates))
     bound, host_room, rates = terms.budget, terms.host_room, terms.spill
     where = dataclasses.replace(where, rates=terms.rates)
 

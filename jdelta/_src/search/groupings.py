@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jdelta._src.decision import Decision
-from jdelta._src.errors import BudgetError, TraceError
+from jdelta._src.errors import BudgetError, JdeltaError, TraceError
 from jdelta._src.passes.emit import Step
 from jdelta._src.regions.region import AS_WRITTEN, Grouping
 from jdelta._src.regions.trace import Trace
@@ -146,7 +148,7 @@ class Planning:
         """The first quicker plan with other cuts, else the one that there is."""
         most = found.compiles + OTHERWISE
         for grouping in OTHER_CUTS:
-            with contextlib.suppress(BudgetError, TraceError):
+            with contextlib.suppress(JdeltaError, jax.errors.JaxRuntimeError):
                 search = self._search(grouping, first)
                 if not _differs(search, first, found.budget):
                     continue
