@@ -102,8 +102,6 @@ class Planning:
         grouping: Grouping,
         before: Search | None = None,
         alike: CompiledCandidate | None = None,
-        *,
-        may_fail: bool = False,
     ) -> Search:
         loops = f", {grouping.layers} layers in an iteration" if grouping.layers > 1 else ""
         cuts = ", cut otherwise" if grouping.cuts is not AS_WRITTEN.cuts else ""
@@ -116,8 +114,7 @@ class Planning:
         files = self.files(residuals)
         pins = self._pins(trace, residuals)
         items = items_of(residuals, step.target, self.host_room, pins, files)
-        others = before, alike
-        return Search(step, items, trace, self.solver, self.history, *others, may_fail=may_fail)
+        return Search(step, items, trace, self.solver, self.history, before, alike)
 
     def _pins(self, trace: Trace, residuals: Sequence[Residual]) -> Pins:
         if callable(self.pin):
@@ -163,7 +160,7 @@ class Planning:
         grouping = first.better_grouping(alike)
         if grouping:
             with contextlib.suppress(BudgetError, TraceError):
-                other = self._search(grouping, first, alike.best, may_fail=True)
+                other = self._search(grouping, first, alike.best)
                 apart = other.run(bound)
                 if apart.best.overhead < alike.best.overhead:
                     search, outcome = other, apart
@@ -172,7 +169,7 @@ class Planning:
         known = search.known_grouping(bound, outcome.best.overhead)
         if known is None or known == search.trace.grouping:
             return search, outcome
-        search = self._search(known, search, alike.best, may_fail=True)
+        search = self._search(known, search, alike.best)
         return search, search.run(bound)
 
 

@@ -40,6 +40,7 @@ DEAR = 0.05
 """Part of the plain step's seconds from which on a plan adds so much that other cuts are tried."""
 
 OTHER_CUTS = (Grouping(1, cuts=Cuts.IN_TURN), Grouping(1, cuts=Cuts.FEW))
+"""The other ways to cut a step, in the order in which they are tried."""
 
 WORTH = 0.005
 """Part of the regions' forward pass that more layers in an iteration must save to be worth it."""

@@ -43,8 +43,6 @@ class Search:
         history: History,
         before: Search | None = None,
         alike: CompiledCandidate | None = None,
-        *,
-        may_fail: bool = False,
     ):
         """Begin a search.
 
@@ -55,8 +53,8 @@ class Search:
             solver: What decides.
             history: What searches with other budgets have learnt.
             before: The search for the same step as it is cut first, its loops as they are.
-            alike: The plan that was found there, where this one is about its loops.
-            may_fail: Whether there is a plan already, so that this search may end without.
+            alike: The plan that was found there, where only the loops are run otherwise: this
+                search may then end without one.
         """
         self.step = step
         self.trace = trace
@@ -71,7 +69,7 @@ class Search:
         self.proposals = Proposals(step, items, trace, solver, correction)
         self.attempts = Attempts(self.proposals, compiles, alike)
         self._plain: Candidate = before._plain if before else self.proposals.plain()
-        self._may_fail = may_fail
+        self._may_fail = alike is not None
 
     @property
     def items(self) -> Items:
