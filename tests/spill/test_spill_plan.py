@@ -258,12 +258,9 @@ def test_region_inputs_are_spilled_below_the_floor(spill):
     assert least.value.floor < 0.9 * floor
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 12), reason="XLA for CPUs needs no more than simulated here"
-)
 def test_where_recompute_needs_more_than_simulated_files_are_tried(spill):
-    """XLA for CPUs needs a third more than the simulated peak to recompute these layers."""
-    small = {"width": 64, "hidden": 256, "heads": 2, "vocab": 128, "length": 128}
+    """XLA for CPUs needs half more than the simulated peak to recompute these layers."""
+    small = {"width": 64, "hidden": 256, "heads": 2, "vocab": 128, "length": 192}
     made, plain = (rok.case("gpt", 4, remat, **small) for remat in (jdelta.remat, identity))
     floor = jdelta.plan(made.step, None, made.state, made.batch, pin={"*": "recompute"})
     assert floor.compiled_peak > 1.3 * floor.predicted_peak
