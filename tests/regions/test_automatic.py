@@ -19,7 +19,7 @@ from jdelta._src.passes.rounding import without_harmful_rounding
 from jdelta._src.regions import cut
 from jdelta._src.regions.cut import Cuts, bytes_held, cut_into_regions, loss_begins
 from jdelta._src.regions.find import tracing
-from jdelta._src.regions.region import Session
+from jdelta._src.regions.region import Grouping, Session
 from tests.compilers import TARGETS, needs_cuda
 from tests.frameworks import FORMS, STEPS
 from tests.planning import planned, under
@@ -43,12 +43,17 @@ def chain(widths):
 def cost(program, cuts):
     """Bytes kept at the cuts, and those of the largest unit."""
     eqns = _jax.open_jaxpr(program).eqns
-    kept = 0
+    return kept(eqns, cuts), max(sum(bytes_held(eqns[a:b])) for a, b in itertools.pairwise(cuts))
+
+
+def kept(eqns, cuts):
+    """Bytes of what is made between two cuts and read after both."""
+    total = 0
     for begin, end in itertools.pairwise(cuts):
         made = {v for e in eqns[begin:end] for v in e.outvars}
         later = {v for e in eqns[end:] for v in e.invars if _jax.is_var(v)}
-        kept += sum(v.aval.size * 4 for v in made & later)
-    return kept, max(sum(bytes_held(eqns[a:b])) for a, b in itertools.pairwise(cuts))
+        total += sum(v.aval.size * 4 for v in made & later)
+    return total
 
 
 @pytest.mark.parametrize("widths", [[8, 64, 8, 64, 8], [8, 8, 8, 8], [64, 8, 64, 64, 4, 64]])
@@ -136,26 +141,53 @@ def test_of_cuts_that_keep_as_much_those_with_less_in_turn():
     assert len(cut_into_regions(eqns, is_whole=False)) == 2
 
 
-def test_cuts_by_what_is_held_in_turn_keep_more():
-    """The last of three regions is differentiated first, when both that enter are kept."""
+def dense(x, ws):
+    for w in ws[:-1]:
+        x = jnp.tanh(x @ w + 1.0)
+    return x @ ws[-1]
 
-    def run(x, ws):
-        for w in ws[:-1]:
-            x = jnp.tanh(x @ w + 1.0)
-        return x @ ws[-1]
 
-    ws = [jnp.zeros(pair) for pair in itertools.pairwise([64, *[256] * 6, 64])]
-    eqns = _jax.open_jaxpr(_jax.inline(jax.make_jaxpr(run)(jnp.zeros((1024, 64)), ws))).eqns
-    at_once, in_turn = (cut_into_regions(eqns, best=best) for best in (Cuts.AT_ONCE, Cuts.IN_TURN))
-    assert at_once != in_turn
-    assert cut_into_regions(eqns, is_whole=False) == cut_into_regions(
-        eqns, is_whole=False, best=Cuts.IN_TURN
+def dense_arguments():
+    sizes = itertools.pairwise([64, *[256] * 6, 64])
+    ws = [0.1 * jax.random.normal(jax.random.key(i), pair) for i, pair in enumerate(sizes)]
+    return jnp.linspace(-1.0, 1.0, 1024 * 64).reshape(1024, 64), ws
+
+
+def held_in_turn(program, cuts):
+    """Bytes of the largest unit and what was kept in front of it."""
+    eqns = _jax.open_jaxpr(program).eqns
+    cuts = [0, *(c.stop for c in cuts)]
+    return max(
+        sum(bytes_held(eqns[a:b])) + kept(eqns, cuts[: i + 1])
+        for i, (a, b) in enumerate(itertools.pairwise(cuts))
     )
-    whole = sum(bytes_held(eqns))
-    for cuts in (at_once, in_turn):
-        assert [i for c in cuts for i in c] == list(range(len(eqns)))
-        assert len(cuts) > 2
-        assert max(sum(bytes_held(eqns[c.start : c.stop])) for c in cuts) < whole / 2
+
+
+def test_cuts_by_what_is_held_in_turn():
+    """Less in turn than with the least sum, whose sum is less."""
+    program = _jax.inline(jax.make_jaxpr(dense)(*dense_arguments()))
+    eqns = _jax.open_jaxpr(program).eqns
+    at_once, in_turn = (cut_into_regions(eqns, best=best) for best in (Cuts.AT_ONCE, Cuts.IN_TURN))
+    assert held_in_turn(program, in_turn) < held_in_turn(program, at_once)
+    sums = [sum(cost(program, [0, *(c.stop for c in cuts)])) for cuts in (at_once, in_turn)]
+    assert sums[0] < sums[1]
+    inner = [cut_into_regions(eqns, is_whole=False, best=b) for b in (Cuts.AT_ONCE, Cuts.IN_TURN)]
+    assert inner[0] == inner[1]
+
+
+def test_results_are_the_same_with_all_cuts():
+    def step(x, ws):
+        return jax.value_and_grad(lambda ws: jnp.mean(dense(x, ws) ** 2))(ws)
+
+    args, names = dense_arguments(), set()
+    right = jax.tree.leaves(jax.jit(step)(*args))
+    for cuts in Cuts:
+        found, decisions = planned(step, 0.3, *args, grouping=Grouping(1, cuts=cuts))
+        names.add(found.fingerprint)
+        got = jax.tree.leaves(jax.jit(under(found, decisions, step))(*args))
+        for a, b in zip(got, right, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert len(names) == len(Cuts)
 
 
 def test_a_loop_keeps_what_crosses_for_each_iteration():

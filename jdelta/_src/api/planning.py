@@ -199,7 +199,8 @@ def plan(
         TargetError: The target is unknown or its compiler is not installed.
         OffloadError: The compiled program does not offload what was planned, or a pattern of
             ``pin`` offloads nothing.
-        PlanMismatchError: A pattern of ``pin`` fits nothing.
+        PlanMismatchError: A pattern of ``pin`` fits nothing, or the processes of a job do not plan
+            alike. If planning fails on one of them, the others raise the same error.
         SpillError: Nothing can be spilled on the target, or to the directory, or by a pattern of
             ``pin``.
 
