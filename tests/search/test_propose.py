@@ -1,16 +1,9 @@
-"""What proposals are narrowed by: pure parts of `propose.py`."""
+"""What proposals are made of: pure parts of `propose.py`."""
 
-import math
 from types import SimpleNamespace
 
-from jdelta._src.search.propose import Bracket, by_worth
+from jdelta._src.search.propose import by_worth
 from tests.candidates import RECOMPUTE, SAVE
-
-
-def test_a_bracket_is_narrowed_from_both_sides():
-    bracket = Bracket(0.0, math.inf).narrowed(8.0, fits=True).narrowed(12.0, fits=False)
-    assert bracket == Bracket(8.0, 12.0)
-    assert bracket.middle == 10.0
 
 
 def test_the_next_value_to_be_saved_is_the_one_that_saves_most():

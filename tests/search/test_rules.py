@@ -83,6 +83,23 @@ def test_the_budget_is_used_by_the_last_plan_if_it_is_the_best():
     assert not rules.uses_budget(trials(compiled(970, 1.0), compiled(980, 2.0)))
 
 
+@pytest.mark.parametrize(
+    ("best", "seconds", "is_worth_it"),
+    [
+        (None, 9.0, True),
+        (compiled(900, 3.0), 0.9, True),
+        (compiled(900, 3.0), 1.1, False),  # a fiftieth of 100 s, at nine tenths of the budget
+        (compiled(800, 3.0), 1.1, True),  # at eight
+        (compiled(800, 3.0), 3.0, False),
+    ],
+)
+def test_a_plan_is_compiled_for_a_fiftieth_of_the_step_or_to_use_the_budget(
+    best, seconds, is_worth_it
+):
+    tried = trials(compiled(1100, 0.5), *filter(None, [best]))
+    assert rules.is_worth_compiling(predicted(950, seconds), tried, 100.0) is is_worth_it
+
+
 class Offered:
     """One item that may be saved, computed again in 3 s, or offloaded in 2 s of waiting."""
 

@@ -171,6 +171,10 @@ class Tolerances:
         compiles_for_spill: Compiles more where a plan may spill.
         judges_by_overlap: Whether a plan with several layers in an iteration is judged by the
             overlap that was read in its program.
+        errs_in_parts: Whether the simulation of a plan is off by the same part as that of the plain
+            step; else by as many bytes as that of other plans.
+        programs_before_floor: How many programs must have taken what was predicted before the floor
+            is believed without being compiled.
         undoes_recompute: Whether released versions undo recompute outside of loops, which an error
             says then.
     """
@@ -178,6 +182,8 @@ class Tolerances:
     lost: float
     compiles_for_spill: int
     judges_by_overlap: bool
+    errs_in_parts: bool
+    programs_before_floor: int
     undoes_recompute: bool
 
 

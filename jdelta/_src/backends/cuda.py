@@ -167,7 +167,13 @@ CUDA = Backend(
         counts_on_chip=False, has_overlap=True, may_misorder_fetches=True, code_in_memory=False
     ),
     tolerances=Tolerances(
-        lost=0.1, compiles_for_spill=0, judges_by_overlap=True, undoes_recompute=False
+        lost=0.1,
+        compiles_for_spill=0,
+        judges_by_overlap=True,
+        errs_in_parts=False,
+        # Of 43 steps the floor was then within 9 % of the compiled one, within 1 % for 39.
+        programs_before_floor=1,
+        undoes_recompute=False,
     ),
     spilling=Spilling(by_callback=False, tries_handlers=True),
     devices=Devices(

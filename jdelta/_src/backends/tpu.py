@@ -133,7 +133,12 @@ TPU = Backend(
         code_in_memory=True,  # a lot of it for unrolled models, next to none for scanned ones
     ),
     tolerances=Tolerances(
-        lost=0.1, compiles_for_spill=0, judges_by_overlap=False, undoes_recompute=False
+        lost=0.1,
+        compiles_for_spill=0,
+        judges_by_overlap=False,
+        errs_in_parts=False,
+        programs_before_floor=4,  # a small step stays in on-chip memory, which no plan foretells
+        undoes_recompute=False,
     ),
     spilling=Spilling(by_callback=True, tries_handlers=False),
     devices=Devices(

@@ -293,7 +293,7 @@ def _shield(policy: Any, region: str) -> bool:
 
 def _look(policy: Any, body: Any) -> None:
     """Refuse a plan as the policy of a ``jax.checkpoint`` where it would decide nothing."""
-    if not _jax.open_jaxpr(body).eqns or _has_region(body):
+    if not _jax.open_jaxpr(body).eqns or has_region(body):
         return
     if plan := plan_in(policy):
         plan.check_reaches(_described(body))
@@ -313,11 +313,12 @@ def plan_in(policy: Any) -> RegionPolicy | None:
     return next((x for x in read if isinstance(x, RegionPolicy)), None)
 
 
-def _has_region(body: Any) -> bool:
+def has_region(body: Any) -> bool:
+    """Whether there is a region in a program, as such or as the derivative of one."""
     return any(
         eqn.primitive.name == _jax.REGION
         or isinstance(_jax.named_value(eqn), RegionName)
-        or any(map(_has_region, _jax.subjaxprs(eqn)))
+        or any(map(has_region, _jax.subjaxprs(eqn)))
         for eqn in _jax.open_jaxpr(body).eqns
     )
 

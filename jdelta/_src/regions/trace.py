@@ -20,7 +20,7 @@ from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.loop_nest import Nest, walk
 from jdelta._src.program.names import RegionName, names_in, with_regions_renamed
 from jdelta._src.regions.find import tracing
-from jdelta._src.regions.region import AS_WRITTEN, Grouping, Session
+from jdelta._src.regions.region import AS_WRITTEN, Grouping, Session, has_region
 
 
 @dataclass(frozen=True)
@@ -211,15 +211,7 @@ def uncut_reason(error: Exception) -> str:
 def _with_regions(
     step_fn: Callable[..., Any], args: tuple[Any, ...], platform: str, grouping: Grouping
 ) -> Trace:
-    session = Session(grouping=grouping)
-    staged = _staged(step_fn, args, session, platform)
-    if not staged.nests and session.gradients:
-        session = Session(automatic=True, grouping=grouping)
-        try:
-            staged = _staged(step_fn, args, session, platform)
-        except _LeakError:
-            session = Session(automatic=True, grouping=grouping, outside=True)
-            staged = _staged(step_fn, args, session, platform)
+    session, staged = _recorded(step_fn, args, platform, grouping)
     shardings, graph, nests = staged.shardings, staged.graph, staged.nests
     conditional = _in_branches(graph)
     sizes = _bytes_by_name(graph)
@@ -244,12 +236,29 @@ def _with_regions(
     return Trace(
         graph,
         regions,
-        session.automatic,
+        session.automatic and session.gradients > 0,
         grouping,
         staged.fingerprint,
         session.outside,
         recorded=recorded,
     )
+
+
+def _recorded(
+    step_fn: Callable[..., Any], args: tuple[Any, ...], platform: str, grouping: Grouping
+) -> tuple[Session, _Staged]:
+    """The step with its marked regions; with its own if no gradient reaches those."""
+    if has_region(jax.jit(step_fn).trace(*args).jaxpr):  # JAX keeps it: it is the plain step
+        session = Session(grouping=grouping)
+        staged = _staged(step_fn, args, session, platform)
+        if staged.nests or not session.gradients:
+            return session, staged
+    try:
+        session = Session(automatic=True, grouping=grouping)
+        return session, _staged(step_fn, args, session, platform)
+    except _LeakError:
+        session = Session(automatic=True, grouping=grouping, outside=True)
+        return session, _staged(step_fn, args, session, platform)
 
 
 class _LeakError(TraceError):

@@ -51,12 +51,12 @@ class Attempts:
         proposals = self._proposals
         compiled = self.compiles.compiled(proposals.step, candidate)
         emission, measurement = compiled.emission, compiled.measurement
+        proposals.correction.learn(compiled)
         if (decisions := compiled.decisions) is not None:
             if not measurement.refused:
                 residuals, files = proposals.items.residuals, measurement.files
                 check_spilled(residuals, decisions, emission.spilled, files)
                 self.plans.append(compiled)
-            proposals.correction.learn(compiled)
             compiled = replace(compiled, overhead=self._overhead(compiled, decisions))
         if emission.policy is not None and not self.offload_failed(compiled):
             overhead, peak = compiled.overhead, compiled.peak

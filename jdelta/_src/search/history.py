@@ -153,23 +153,33 @@ class Compiles:
 
 
 class Correction:
-    """How far simulated peaks are off, by the plans compiled so far.
+    """How far simulated peaks are off, by the programs compiled so far.
 
     The error of the simulation is piecewise linear in the simulated peak, through those compiled so
     far. Far above them only a part of it is believed: what the compiler needs beyond the simulation
     at the floor is often needed elsewhere in the step than where a larger plan has its peak.
     """
 
-    def __init__(self, errors: Mapping[int, int] = MappingProxyType({})):
+    def __init__(
+        self, errors: Mapping[int, int] = MappingProxyType({}), *, is_proportional: bool = False
+    ):
+        """Begin with what is known.
+
+        Args:
+            errors: From simulated bytes of temporaries to the compiled peak less the simulated one.
+            is_proportional: Whether a program has as large an error, in parts, as the plain step.
+        """
         self._errors = dict(errors)
+        self._is_proportional = is_proportional
 
     def copy(self) -> Correction:
         """Another one that begins with what is known here."""
-        return Correction(self._errors)
+        return Correction(self._errors, is_proportional=self._is_proportional)
 
     def learn(self, candidate: CompiledCandidate) -> None:
-        """Compare the peak of a compiled plan with the simulation, if it is not far out."""
-        if candidate.peak <= OUTLIER * candidate.predicted:
+        """Compare the peak of a compiled program with the simulation, if it is not far out."""
+        is_like_plans = candidate.decisions is not None or self._is_proportional
+        if is_like_plans and candidate.peak <= OUTLIER * candidate.predicted:
             emission = candidate.emission
             self._errors[emission.timeline.peak] = candidate.peak - emission.simulated
 
@@ -177,8 +187,9 @@ class Correction:
         """The simulated peak of a step, corrected."""
         if not self._errors:
             return emission.simulated
-        temporaries, peaks = emission.timeline.peak, sorted(self._errors)
-        error = float(np.interp(temporaries, peaks, [self._errors[peak] for peak in peaks]))
+        known = {**({0: 0} if self._is_proportional else {}), **self._errors}
+        temporaries, peaks = emission.timeline.peak, sorted(known)
+        error = float(np.interp(temporaries, peaks, [known[peak] for peak in peaks]))
         trust = max(LEAST_TRUST, min(1.0, peaks[-1] / max(1, temporaries)))
         fixed = emission.simulated - emission.timeline.peak  # arguments and results are there
         return max(fixed, emission.simulated + round(trust * error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jdelta._src.decision import Decision
 from jdelta._src.errors import OffloadError, SpillError
@@ -14,8 +14,10 @@ from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import Trace
 from jdelta._src.residuals.items import Items
 from jdelta._src.residuals.residual import Residual
+from jdelta._src.search.bracket import Ends, Proposal, quickest
 from jdelta._src.search.candidate import Candidate, CompiledCandidate
 from jdelta._src.search.history import Correction
+from jdelta._src.search.rules import saved_bytes
 from jdelta._src.solver.base import Solver
 from jdelta._src.solver.problem import Problem
 from jdelta._src.solver.solution import Outcome
@@ -25,6 +27,9 @@ MOST_TRACES = 5
 
 CLOSE = 0.02
 """Part of the budget that a candidate may leave, by its prediction."""
+
+NEXT_TO_NO_SECONDS = 0.002
+"""Part of the plain step for which no further candidate is traced."""
 
 NEXT_TO_NOTHING = 0.02
 """Part of the budget that may be kept where as much as possible is to leave."""
@@ -61,6 +66,8 @@ class Proposals:
         if step.grouping.nested:
             self.extra_seconds += items.recompute_seconds(_nothing_kept(items))
         self._emitted: dict[Policy | None, Emission] = {}
+        self._known: dict[Policy | None, Proposal] = {}
+        self._known_for = items
 
     def plain(self) -> Candidate:
         """The step as it is."""
@@ -118,27 +125,39 @@ class Proposals:
     def fitting(self, floor: Candidate, goal: int) -> Candidate:
         """The fastest candidate whose predicted peak is within ``goal``: a bracketed search.
 
-        A byte kept seldom moves the peak by just a byte, since it may not be alive at the peak.
+        A byte kept seldom moves the peak by just a byte, since it may not be alive at the peak. The
+        search goes on from what was proposed before, predicted with all that is known by now, and
+        ends where what is left would save next to nothing.
         """
-        best = floor
-        bracket = Bracket(0.0, math.inf)
-        capacity = float(goal - self.expected(floor))
-        seen: list[Mapping[str, Decision] | None] = []
+        problem = replace(self.items.problem, capacity=math.inf)
+        least = self.solved_seconds(problem) + self.extra_seconds
+        enough = NEXT_TO_NO_SECONDS * self.seconds(self.plain())
+        best, ends = self._bracketed(floor, goal)
         for _ in range(MOST_TRACES):
-            candidate = self.keeping(capacity)
-            spare = goal - candidate.predicted
-            if spare >= 0 and candidate.overhead <= best.overhead:
-                best = candidate
-            if 0 <= spare <= CLOSE * goal or candidate.overhead == 0.0:
+            is_close = goal - CLOSE * goal <= best.peak <= goal
+            left = best.overhead - (ends.above.overhead if ends.above else least)
+            if is_close or left <= enough or ends.is_closed:
                 break
-            bracket = bracket.narrowed(capacity, fits=spare >= 0)
-            # The same candidate again: further each time, since items are not arbitrarily small.
-            further = seen.count(candidate.decisions) * goal // 50
-            seen.append(candidate.decisions)
-            capacity += spare + further if spare >= 0 else spare - further
-            if not bracket.fits < capacity < bracket.exceeds:
-                capacity = bracket.middle
-        return best
+            self._propose(ends.capacity(goal))
+            best, ends = self._bracketed(floor, goal)
+        return best.candidate
+
+    def _bracketed(self, floor: Candidate, goal: int) -> tuple[Proposal, Ends]:
+        """Of what was proposed the quickest that is predicted to fit, and what is near the goal."""
+        known = self._known.values() if self._known_for is self.items else ()
+        proposals = [Proposal(floor, 0.0, 0.0, self.expected(floor))]
+        proposals += [p.predicted_anew(self.expected(p.candidate)) for p in known]
+        return quickest(proposals, goal), Ends.of(proposals, goal)
+
+    def _propose(self, capacity: float) -> None:
+        """Add the candidate that keeps so many bytes at most to what was proposed."""
+        candidate = self.keeping(capacity)
+        if self._known_for is not self.items:
+            self._known, self._known_for = {}, self.items
+        policy, kept = candidate.emission.policy, saved_bytes(candidate, self.items)
+        if policy in self._known:
+            capacity = max(capacity, self._known[policy].capacity)
+        self._known[policy] = Proposal(candidate, capacity, kept, candidate.predicted)
 
     def with_one_more(self, best: Candidate) -> Candidate | None:
         """The plan with one more value saved, the one which saves most; None if none does."""
@@ -208,28 +227,6 @@ class Proposals:
         if policy not in self._emitted:
             self._emitted[policy] = emit(self.step, policy)
         return self._emitted[policy]
-
-
-@dataclass(frozen=True)
-class Bracket:
-    """How many bytes may be kept.
-
-    Attributes:
-        fits: With so many the plan fits.
-        exceeds: With so many it does not.
-    """
-
-    fits: float
-    exceeds: float
-
-    @property
-    def middle(self) -> float:
-        """Half way between the two."""
-        return (self.fits + self.exceeds) / 2
-
-    def narrowed(self, capacity: float, *, fits: bool) -> Bracket:
-        """The bracket, now that so many bytes fit or do not."""
-        return replace(self, fits=capacity) if fits else replace(self, exceeds=capacity)
 
 
 def by_worth(items: Items, decisions: Mapping[str, Decision]) -> Sequence[Residual]:

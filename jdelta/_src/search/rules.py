@@ -42,6 +42,10 @@ DEAR = 0.05
 OTHER_CUTS = (Grouping(1, cuts=Cuts.IN_TURN), Grouping(1, cuts=Cuts.FEW))
 """The other ways to cut a step, in the order in which they are tried."""
 
+WORTH_COMPILING = 0.02
+"""Part of the plain step's seconds that another plan must promise to save to be compiled, once one
+is there that uses the budget fairly."""
+
 WORTH = 0.005
 """Part of the regions' forward pass that more layers in an iteration must save to be worth it."""
 
@@ -137,6 +141,22 @@ def uses_budget(trials: Trials) -> bool:
     """Whether the last plan is the best so far, and uses the budget."""
     last = trials.plans[-1]
     return trials.best is last and last.peak >= GOOD_USE * trials.bound
+
+
+def is_worth_compiling(candidate: Candidate, trials: Trials, seconds: float) -> bool:
+    """Whether a candidate promises enough beside the best plan so far.
+
+    Args:
+        candidate: What would be compiled next.
+        trials: What was compiled so far.
+        seconds: What the plain step takes.
+    """
+    best = trials.best
+    if best is None:
+        return True
+    saved = best.overhead - candidate.overhead
+    is_little = saved < WORTH_COMPILING * seconds
+    return saved > 0 and (not is_little or best.leaves_much(trials.bound))
 
 
 def is_quicker_without_offload(

@@ -62,7 +62,7 @@ class Search:
         spill = step.store and step.store.spill
         emitted = step.donate, step.updates_in_loops, spill
         key = (trace.fingerprint, step.target.name, emitted, items.problem, pins)
-        correction = Correction()
+        correction = Correction(is_proportional=step.target.backend.tolerances.errs_in_parts)
         if before and before.step.grouping.cuts is step.grouping.cuts:
             correction = before.proposals.correction.copy()
         compiles = before.attempts.compiles if before else Compiles(history.plans(key))
@@ -153,16 +153,17 @@ class Search:
         return self._outcome(best, bound, floor)
 
     def settled(self, outcome: Found) -> Found:
-        """What was found, with its floor compiled and no higher than any peak that was reached.
+        """What was found, with its floor no higher than any peak that was reached.
 
-        Simulated floors were up to 28 % too low, and on TPUs, where a small step stays in on-chip
-        memory, below zero once corrected by larger plans. So one that was not compiled is called an
-        estimate, and is taken only after four programs that each took what was predicted.
+        A floor that was not compiled is called an estimate. It is taken only after some programs
+        that each took what was predicted: simulated floors were up to 28 % too low, and on TPUs,
+        where a small step stays in on-chip memory, below zero once corrected by larger plans.
         """
         if outcome.best.decisions is None:
             return outcome
         compiles, proposals = self.attempts.compiles, self.proposals
-        is_sure = compiles.count >= MOST_COMPILES and compiles.are_foretold
+        enough = self.step.target.backend.tolerances.programs_before_floor
+        is_sure = compiles.count >= enough and compiles.are_foretold
         floor = settled_floor(proposals, self.attempts, is_sure=is_sure, is_small=self._is_small)
         settled = rules.settled(
             outcome, floor, proposals.expected(floor), self._plain, compiles.least
@@ -185,6 +186,7 @@ class Search:
         """
         proposals, attempts, compiles = self.proposals, self.attempts, self.attempts.compiles
         trials, floor = rules.Trials(bound), proposals.floor()
+        plain_seconds = proposals.seconds(self._plain)
         if rules.is_floor_in_doubt(floor.predicted, bound) and not self._may_fail:
             count = compiles.count
             floor = fitting_floor(proposals, attempts, bound)
@@ -209,6 +211,8 @@ class Search:
             if candidate.decisions == floor.decisions and self.step.store and not files_tried:
                 candidate, files_tried = proposals.keeping_next_to_nothing(bound), True
             if candidate.decisions == (trials.best or floor).decisions:
+                break
+            if not rules.is_worth_compiling(candidate, trials, plain_seconds):
                 break
             plan = attempts.tried(candidate)
             if plan is None:

@@ -1,0 +1,108 @@
+"""Between which candidates the one is that takes as much as a budget allows: a bracketed search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jdelta._src.search.candidate import Candidate
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """How many bytes may be kept.
+
+    Attributes:
+        fits: With so many the plan fits.
+        exceeds: With so many it does not.
+    """
+
+    fits: float
+    exceeds: float
+
+    @property
+    def middle(self) -> float:
+        """Half way between the two."""
+        return (self.fits + self.exceeds) / 2
+
+    def narrowed(self, capacity: float, *, fits: bool) -> Bracket:
+        """The bracket, now that so many bytes fit or do not."""
+        return replace(self, fits=capacity) if fits else replace(self, exceeds=capacity)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A candidate that the solver made.
+
+    Attributes:
+        candidate: The candidate.
+        capacity: The most bytes that the solver was allowed to keep when it made this candidate.
+        kept: Bytes that the candidate keeps, ``capacity`` at most.
+        peak: Its peak, predicted with all that is known by now, bytes.
+    """
+
+    candidate: Candidate
+    capacity: float
+    kept: float
+    peak: int
+
+    @property
+    def overhead(self) -> float:
+        """Predicted seconds that it adds to the step."""
+        return self.candidate.overhead
+
+    def predicted_anew(self, peak: int) -> Proposal:
+        """The same with another prediction of its peak, bytes."""
+        return replace(self, candidate=replace(self.candidate, predicted=peak), peak=peak)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The neighbours of the candidate that takes just so much, among those known by now.
+
+    Attributes:
+        below: The one that fits and keeps most.
+        above: The one that does not fit and keeps least; None where all fit.
+    """
+
+    below: Proposal
+    above: Proposal | None
+
+    @staticmethod
+    def of(proposals: Sequence[Proposal], goal: int) -> Ends:
+        """The neighbours of a peak in bytes.
+
+        Args:
+            proposals: What is known; the first keeps nothing, and counts as fitting.
+            goal: The peak.
+        """
+        exceeding = [p for p in proposals[1:] if p.peak > goal]
+        above = min(exceeding, key=lambda p: p.kept, default=None)
+        most = above.kept if above else math.inf
+        fitting = [p for p in proposals[1:] if p.peak <= goal and p.kept < most]
+        return Ends(max([proposals[0], *fitting], key=lambda p: (p.kept, p.capacity)), above)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no other candidate can be between the two."""
+        return self.above is not None and self.above.kept <= self.below.capacity
+
+    def capacity(self, goal: int) -> float:
+        """How many bytes to allow next, to come close to a peak in bytes.
+
+        The same candidate again says that items are not arbitrarily small: further each time.
+        """
+        below, above = self.below, self.above
+        spare = goal - below.peak
+        if above is None:
+            return below.capacity + max(spare, goal // 50) + 2 * (below.capacity - below.kept)
+        part = spare / max(1, above.peak - below.peak)
+        width = above.kept - below.capacity
+        return below.capacity + min(max(part, 0.2), 0.8) * width
+
+
+def quickest(proposals: Sequence[Proposal], goal: int) -> Proposal:
+    """Of those that fit into a peak in bytes the one that adds the least; the first counts."""
+    fitting = [p for p in proposals[1:] if p.peak <= goal]
+    return min([*reversed(fitting), proposals[0]], key=lambda p: p.overhead)
