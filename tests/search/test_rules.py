@@ -63,9 +63,9 @@ def test_the_margin_grows_with_the_excess_up_to_a_tenth_of_the_budget(
     assert rules.margin(excess, BOUND, must_fit=must_fit) == bytes_below
 
 
-def test_the_floor_is_in_doubt_from_nine_tenths_of_the_budget():
-    assert not rules.is_floor_in_doubt(900, BOUND)
-    assert rules.is_floor_in_doubt(901, BOUND)
+def test_the_floor_is_in_doubt_where_it_takes_nearly_all_of_the_budget():
+    assert not rules.is_floor_in_doubt(970, BOUND)
+    assert rules.is_floor_in_doubt(971, BOUND)
 
 
 def test_the_search_is_lost_where_nothing_fits_and_the_last_plan_is_far_off():

@@ -193,8 +193,8 @@ def scan_equation(
 
     def run(*flat: Any) -> list[Any]:
         def step(state: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            made = core.jaxpr_as_fun(body)(*flat[:consts], *state, *rows)
-            return made[:carry], made[carry:]
+            outputs = core.jaxpr_as_fun(body)(*flat[:consts], *state, *rows)
+            return outputs[:carry], outputs[carry:]
 
         rows = list(flat[consts + carry :])
         last, stacks = jax.lax.scan(step, list(flat[consts : consts + carry]), rows, **options)
@@ -202,16 +202,16 @@ def scan_equation(
 
     inner = open_jaxpr(jaxpr_of(run, *(atom.aval for atom in operands)))
     (template,) = inner.eqns
-    given = dict(zip(inner.invars, operands, strict=True))
-    made: dict[Var, Var] = {}
+    operand_of = dict(zip(inner.invars, operands, strict=True))
+    result_of: dict[Var, Var] = {}
     through: dict[Var, Atom] = {}
     for v, result in zip(inner.outvars, results, strict=True):
-        if not is_var(v) or v in given or v in made:
-            through[result] = v if not is_var(v) else given.get(v) or made[v]
+        if not is_var(v) or v in operand_of or v in result_of:
+            through[result] = v if not is_var(v) else operand_of.get(v) or result_of[v]
         else:
-            made[v] = result
-    targets = [made.get(v) or new_var(v.aval) for v in template.outvars]
-    return from_template(template, [given[v] for v in template.invars], targets, like), through
+            result_of[v] = result
+    targets = [result_of.get(v) or new_var(v.aval) for v in template.outvars]
+    return from_template(template, [operand_of[v] for v in template.invars], targets, like), through
 
 
 def part_equations(source: Var, like: Eqn) -> list[Eqn]:

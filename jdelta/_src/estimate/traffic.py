@@ -5,9 +5,7 @@ What is written at all is said in ``buffers.py``. Here: which reads are one, and
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -147,10 +145,9 @@ def _read_along(
     softmaxes: dict[int, int] = {}  # of each buffer: what reduces its rows given other such
     for index, op in enumerate(graph.operations):
         read, bit = _read(op, roots), 1 << index
-        before = {root: above.get(root, 0) for root in read}
-        others = {root: _union(b for r, b in before.items() if r != root) for root in read}
         written = [v for v in op.outputs if v in roots[v]]
         if op.primitive in SUMS:
+            others = {root: _union(above, read - {root}) for root in read}
             reread = {r for r in read if kernels.get(r, 0) & others[r]}
             joined = {r for r in read if r in kernels} - reread
             kernels |= {r: bit | (kernels[r] if r in joined else 0) for r in read}
@@ -162,15 +159,22 @@ def _read_along(
             spared[index] = frozenset(joined)
         elif compiler.runs_sums_along(op):
             kernels |= dict.fromkeys(written, bit)
-            spared[index] = frozenset(r for r in read if softmaxes.get(r, 0) & others[r])
+            softened = (r for r in read if r in softmaxes)
+            spared[index] = frozenset(
+                r for r in softened if softmaxes[r] & _union(above, read - {r})
+            )
         else:
             bit = 0
-        above |= dict.fromkeys(written, bit | _union(before.values()))
+        above |= dict.fromkeys(written, bit | _union(above, read))
     return spared
 
 
-def _union(bits: Iterable[int]) -> int:
-    return functools.reduce(operator.or_, bits, 0)
+def _union(bits: Mapping[int, int], buffers: Iterable[int]) -> int:
+    """All bits of some buffers."""
+    union = 0
+    for buffer in buffers:
+        union |= bits.get(buffer, 0)
+    return union
 
 
 def stacked_bytes(

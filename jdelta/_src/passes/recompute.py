@@ -45,7 +45,7 @@ class _OtherwiseError(Exception):
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Origin:
     """Where a value of a forward pass is made.
 
     Attributes:
@@ -108,15 +108,15 @@ class _Passes:
         """The value of the forward pass that one of the backward pass is."""
         return self.same.get(value, value)
 
-    def forward_values(self, inside: Sequence[int], around: Sequence[int]) -> dict[Var, _Made]:
+    def forward_values(self, inside: Sequence[int], around: Sequence[int]) -> dict[Var, _Origin]:
         """From the values that a region makes in the forward pass to where it makes them."""
         outer = (
             {}
             if self.around is None
-            else {v: _Made(0, i, self.around) for i in around for v in self.around[i].outvars}
+            else {v: _Origin(0, i, self.around) for i in around for v in self.around[i].outvars}
         )
         return outer | {
-            v: _Made(1, i, self.forward) for i in inside for v in self.forward[i].outvars
+            v: _Origin(1, i, self.forward) for i in inside for v in self.forward[i].outvars
         }
 
 
@@ -172,8 +172,8 @@ class _Writer:
             if changed is eqns[index]:  # an equation whose bodies are not rewritten
                 raise _OtherwiseError
             eqns.eqns[index] = changed
-        late = (e for e in inner.eqns if is_backward or _jax.is_backward(e))
-        cotangents = {v for eqn in late for v in eqn.outvars}
+        backward_eqns = (e for e in inner.eqns if is_backward or _jax.is_backward(e))
+        cotangents = {v for eqn in backward_eqns for v in eqn.outvars}
         results = set(filter(_jax.is_var, inner.outvars))
         passes = _Passes(eqns, eqns, results, cotangents, {}, _itself)
         self._loops(loops, regions, regions, passes)
@@ -213,7 +213,7 @@ class _Writer:
                 self._region(name, values, run, passes)
 
     def _region(
-        self, name: str, values: Mapping[Var, _Made], indices: Sequence[int], passes: _Passes
+        self, name: str, values: Mapping[Var, _Origin], indices: Sequence[int], passes: _Passes
     ) -> None:
         """Put a backward part of a region into one equation, with what it computes again.
 
@@ -224,7 +224,7 @@ class _Writer:
             passes: Both passes.
         """
         backward = [passes.backward[i] for i in indices]
-        forward = {made.place: made.eqn for made in values.values()}.values()
+        forward = {origin.place: origin.eqn for origin in values.values()}.values()
         parts = (*backward, *forward)
         if any(eqn.effects or _jax.happens_once(eqn) for eqn in parts):
             raise _OtherwiseError
@@ -234,32 +234,35 @@ class _Writer:
         reads = (v for eqn in backward for v in _jax.variables(eqn))
         read = list(dict.fromkeys(v for v in reads if v not in made_here))
         own = {v: u for v in read if (u := passes.forward_value(v)) in values}
-        again, sources = self._slice(own.values(), values, passes)
+        recomputed, sources = self._slice(own.values(), values, passes)
         self._round([values[v] for v in sources if v in values], forward)
 
         body = _Body()
         first: dict[Var, Var] = {}  # from values of the forward pass to the same computed again
         for source in sources:
-            made = values.get(source)
-            if made and made.name in self.away:
-                host = passes.handed_on(self._on_host(source, made), source)
-                fetch = _jax.copy_equation(body.operand(host), made.eqn, to_host=False)
+            origin = values.get(source)
+            if origin and origin.name in self.away:
+                host = passes.handed_on(self._on_host(source, origin), source)
+                fetch = _jax.copy_equation(body.operand(host), origin.eqn, to_host=False)
                 body.eqns.append(_jax.in_scopes(fetch, RECOMPUTE))
                 first[source] = fetch.outvars[0]
             else:
                 first[source] = body.operand(passes.handed_on(source, source))
-        for made in again:
-            if made.depth:
+        for origin in recomputed:
+            if origin.depth:
                 first |= {v: first[u] for v, u in passes.entering.items() if u in first}
-            body.eqns.append(_jax.in_scopes(_jax.in_fresh_variables(made.eqn, first), RECOMPUTE))
+            body.eqns.append(_jax.in_scopes(_jax.in_fresh_variables(origin.eqn, first), RECOMPUTE))
         second = {v: first[own[v]] if v in own else body.operand(v) for v in read}
         body.eqns.extend(_jax.in_fresh_variables(eqn, second) for eqn in backward)
         inside = frozenset(indices)
         results = [v for eqn in backward for v in eqn.outvars if passes.leaves(v, inside)]
         operands = sorted(body.operands, key=lambda v: v in passes.cotangents)
-        given, made_again = [body.operands[v] for v in operands], [second[v] for v in results]
+        operand_vars, result_vars = (
+            [body.operands[v] for v in operands],
+            [second[v] for v in results],
+        )
         call = _jax.remat_equation(
-            _jax.body_of(body.eqns, given, made_again),
+            _jax.body_of(body.eqns, operand_vars, result_vars),
             self.policy,
             operands,
             results,
@@ -270,10 +273,10 @@ class _Writer:
             raise _OtherwiseError
 
     def _slice(
-        self, needed: Iterable[Var], values: Mapping[Var, _Made], passes: _Passes
-    ) -> tuple[list[_Made], list[Var]]:
+        self, needed: Iterable[Var], values: Mapping[Var, _Origin], passes: _Passes
+    ) -> tuple[list[_Origin], list[Var]]:
         """The forward equations that make values again, and what they start from."""
-        again: dict[tuple[int, int], _Made] = {}
+        recomputed: dict[tuple[int, int], _Origin] = {}
         sources: set[Var] = set()
         todo, seen = list(needed), set[Var]()
         while todo:
@@ -281,34 +284,36 @@ class _Writer:
             if value in seen:
                 continue
             seen.add(value)
-            made = values.get(value)
-            if made is None or made.name in self.policy.kept:
+            origin = values.get(value)
+            if origin is None or origin.name in self.policy.kept:
                 sources.add(value)
             else:
-                again[made.place] = made
-                todo += [passes.entering.get(v, v) for v in _jax.variables(made.eqn)]
+                recomputed[origin.place] = origin
+                todo += [passes.entering.get(v, v) for v in _jax.variables(origin.eqn)]
         places = {v: values[v].place if v in values else (-1, -1) for v in sources}
-        return [again[place] for place in sorted(again)], sorted(sources, key=places.__getitem__)
+        return [recomputed[place] for place in sorted(recomputed)], sorted(
+            sources, key=places.__getitem__
+        )
 
-    def _round(self, kept: Iterable[_Made], forward: Iterable[Eqn]) -> None:
+    def _round(self, kept: Iterable[_Origin], forward: Iterable[Eqn]) -> None:
         """Round what is kept on the device and read in the forward pass, as JAX does.
 
         Else the compiler may keep what it is made of, in a wider type.
         """
         read = {v for eqn in forward for v in _jax.variables(eqn)}
-        for made in kept:
-            (value,) = made.eqn.outvars
-            if made.name not in self.away and value in read and _jax.is_real(value):
+        for origin in kept:
+            (value,) = origin.eqn.outvars
+            if origin.name not in self.away and value in read and _jax.is_real(value):
                 unrounded = _jax.new_var(value.aval)
-                rounding = _jax.rounding_equation(unrounded, value, made.eqn)
-                made.eqns.eqns[made.number] = made.eqn.replace(outvars=[unrounded])
-                made.eqns.add(made.number, rounding)
+                rounding = _jax.rounding_equation(unrounded, value, origin.eqn)
+                origin.eqns.eqns[origin.number] = origin.eqn.replace(outvars=[unrounded])
+                origin.eqns.add(origin.number, rounding)
 
-    def _on_host(self, value: Var, made: _Made) -> Var:
+    def _on_host(self, value: Var, origin: _Origin) -> Var:
         """The copy on the host of a value of the forward pass."""
         if value not in self.copies:
-            put = _jax.copy_equation(value, made.eqn, to_host=True)
-            made.eqns.add(made.number, put)
+            put = _jax.copy_equation(value, origin.eqn, to_host=True)
+            origin.eqns.add(origin.number, put)
             self.copies[value] = put.outvars[0]
         return self.copies[value]
 
@@ -329,15 +334,17 @@ class _Writer:
         """Write regions in loops whose backward passes are other loops."""
         pairs: dict[tuple[int, int], list[str]] = {}
         for name in names:
-            there = backward[name].around_backward
+            in_backward = backward[name].around_backward
             here = forward.get(name, NO_PARTS).around_forward
             if (
                 backward[name].backward
                 or len(here) != 1
-                or not set(here).isdisjoint(there if passes.forward is passes.backward else ())
+                or not set(here).isdisjoint(
+                    in_backward if passes.forward is passes.backward else ()
+                )
             ):
                 raise _OtherwiseError
-            for index in there:
+            for index in in_backward:
                 pairs.setdefault((here[0], index), []).append(name)
         if len({back for _, back in pairs}) < len(pairs):
             raise _OtherwiseError
@@ -371,25 +378,25 @@ class _Writer:
         """
         if passes.backward[backward].primitive.name != "scan":
             raise _OtherwiseError
-        there = Loop.at(backward, passes.backward)
-        if (here.length, here.is_reversed) != (there.length, not there.is_reversed):
+        back = Loop.at(backward, passes.backward)
+        if (here.length, here.is_reversed) != (back.length, not back.is_reversed):
             raise _OtherwiseError
         outer = passes.forward
         outside = {v for p in around.values() for i in p.forward for v in outer[i].outvars}
         entering = {v: o for v, o in here.consts.items() if o in outside}
-        same = there.same_as(here, outside, passes.forward_value)
+        same = back.same_as(here, outside, passes.forward_value)
         known = {u: v for v, u in reversed(same.items())}
 
         def handed_on(value: Var, source: Var) -> Var:
             if value not in known:
-                known[value] = there.given(here, value, source, passes.handed_on)
+                known[value] = back.handed(here, value, source, passes.handed_on)
             return known[value]
 
         inner = _Passes(
             body,
-            there.equations(),
-            set(filter(_jax.is_var, there.results)),
-            there.cotangents(same),
+            back.equations(),
+            set(filter(_jax.is_var, back.results)),
+            back.cotangents(same),
             same,
             handed_on,
             outer,
@@ -400,7 +407,7 @@ class _Writer:
         deeper = [name for name in around if parts_back[name].around_backward]
         self._loops(deeper, parts, parts_back, inner)
         self._regions(around.keys() - set(deeper), parts, parts_back, inner, around)
-        passes.backward.replace_loop(backward, there, inner.backward)
+        passes.backward.replace_loop(backward, back, inner.backward)
 
 
 def _itself(value: Var, _: Var) -> Var:

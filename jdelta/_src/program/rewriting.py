@@ -182,7 +182,7 @@ class Loop:
         """What comes into a backward loop from the one after it, and is made in it."""
         return {*self.carry, *(v for v in self.xs if v not in same), *self.values}
 
-    def given(
+    def handed(
         self, other: Loop, value: Var, source: Var, handed_on: Callable[[Var, Var], Var]
     ) -> Var:
         """A new variable of this body that is a value of the other's, or of what is around that.

@@ -141,18 +141,18 @@ class Planning:
                 error = min(error, other, key=lambda e: e.floor or math.inf)
         raise error from None
 
-    def _cut_otherwise(self, first: Search, found: Found) -> tuple[Search, Found]:
+    def _cut_otherwise(self, first: Search, alike: Found) -> tuple[Search, Found]:
         """The first quicker plan with other cuts, else the one that there is."""
-        most = found.compiles + OTHERWISE
+        most = alike.compiles + OTHERWISE
         for grouping in OTHER_CUTS:
             with contextlib.suppress(JdeltaError, jax.errors.JaxRuntimeError):
                 search = self._search(grouping, first)
-                if not _differs(search, first, found.budget):
+                if not _differs(search, first, alike.budget):
                     continue
-                outcome = search.run(found.budget, most)
-                if outcome.best.overhead < found.best.overhead:
+                outcome = search.run(alike.budget, most)
+                if outcome.best.overhead < alike.best.overhead:
                     return search, outcome
-        return first, found
+        return first, alike
 
     def _apart(self, first: Search, alike: Found) -> tuple[Search, Found]:
         """The best plan with layers decided alike or apart."""

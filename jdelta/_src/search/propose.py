@@ -66,6 +66,7 @@ class Proposals:
         if step.grouping.nested:
             self.extra_seconds += items.recompute_seconds(_nothing_kept(items))
         self._emitted: dict[Policy | None, Emission] = {}
+        self._seconds: dict[Policy | None, float] = {}
         self._known: dict[Policy | None, Proposal] = {}
         self._known_for = items
 
@@ -194,8 +195,11 @@ class Proposals:
 
     def seconds(self, candidate: Candidate) -> float:
         """Of a step, by the instructions of its program as traced."""
-        target, graph = self.step.target, candidate.emission.timeline.graph
-        return program_seconds(graph, target.rates, target.backend)
+        policy = candidate.emission.policy
+        if policy not in self._seconds:
+            target, graph = self.step.target, candidate.emission.timeline.graph
+            self._seconds[policy] = program_seconds(graph, target.rates, target.backend)
+        return self._seconds[policy]
 
     def solved_seconds(self, problem: Problem) -> float:
         """What the solver's decisions add to the step."""

@@ -33,7 +33,7 @@ MAY_BE_BELOW = 1.05
 FAR_BELOW = 0.7
 """Part of what is simulated below which a compiled peak says that the simulation is of no use."""
 
-SURELY_BELOW = 0.9
+SURELY_BELOW = 0.97
 """Part of the budget that the simulated floor must stay below to go without compiling it."""
 
 DEAR = 0.05
