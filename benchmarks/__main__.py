@@ -14,8 +14,8 @@ from benchmarks.study import FOLDERS, Study, load, studies
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    commands = made.add_subparsers(dest="command", required=True)
+    command_line = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = command_line.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the studies, and what they ask")
     run = commands.add_parser("run", help="make the rows of a study that are not there yet")
     table = commands.add_parser("table", help="print the tables of a study; run nothing")
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         of_table.add_argument(
             "--json", type=Path, action="append", help="a file of rows; default: all in results"
         )
-    return made
+    return command_line
 
 
 def add_options(parser: argparse.ArgumentParser, study: Study) -> None:
@@ -58,9 +58,9 @@ def add_options(parser: argparse.ArgumentParser, study: Study) -> None:
 
 def settings_of(study: Study) -> set[str]:
     """Names of what `measure` takes beside what its jobs give it."""
-    given = {name for job in study.jobs() for name in job.key}
-    found = inspect.signature(study.measure).parameters.values()
-    return {p.name for p in found if p.default is not p.empty} - given
+    keys = {name for job in study.jobs() for name in job.key}
+    parameters = inspect.signature(study.measure).parameters.values()
+    return {p.name for p in parameters if p.default is not p.empty} - keys
 
 
 def value(text: str) -> Any:
@@ -84,16 +84,16 @@ def run(study: Study, options: argparse.Namespace) -> str:
 def listed() -> str:
     """The studies, folder by folder."""
     lines: list[str] = []
-    found = studies().values()
+    all_studies = studies().values()
     for folder in FOLDERS:
-        inside = [s for s in found if f".{folder}." in inspect.getmodule(s.jobs).__name__]
+        inside = [s for s in all_studies if f".{folder}." in inspect.getmodule(s.jobs).__name__]
         lines += [folder, *(f"  {study.name:15} {study.question}" for study in inside)]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    made = parser()
-    options = made.parse_args(arguments)
+    command_line = parser()
+    options = command_line.parse_args(arguments)
     if options.command == "list":
         print(listed())
         return
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     unknown = {one.partition("=")[0] for one in options.settings} - settings_of(study)
     if unknown:
-        made.error(f"{study.name} has no setting {', '.join(sorted(unknown))}")
+        command_line.error(f"{study.name} has no setting {', '.join(sorted(unknown))}")
     try:
         print(run(study, options))
     except jdelta.TargetError as error:

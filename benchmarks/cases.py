@@ -155,8 +155,8 @@ def traced(case: Case, target: str) -> Program:
 
 def recomputed(case: Case, target: str) -> Program:
     """The step of a case, built with `jdelta.remat`, with everything in its regions recomputed."""
-    step, found = staged(case, target)
-    emission = emit(step, Policy.of({}, found.loops, step.target.backend))
+    step, step_trace = staged(case, target)
+    emission = emit(step, Policy.of({}, step_trace.loops, step.target.backend))
     return Program(emission.timeline.graph, emission.lower, step.target, emission.options)
 
 
@@ -164,8 +164,8 @@ def staged(case: Case, target: str) -> tuple[Step, Trace]:
     """The step of a case, built with `jdelta.remat`, before anything is decided."""
     where = resolve(target)
     args = where.abstract((case.state, case.batch))
-    found = trace(case.step, *args)
-    return Step(case.step, args, (0,), where, found.aliases), found
+    step_trace = trace(case.step, *args)
+    return Step(case.step, args, (0,), where, step_trace.aliases), step_trace
 
 
 def planned(case: Case, plan: jdelta.Plan) -> Program:
@@ -192,13 +192,13 @@ def plan(case: Case, budget: float, target: str, **options: Any) -> tuple[Row, j
         there is none.
     """
     try:
-        made = jdelta.plan(
+        plan = jdelta.plan(
             case.step, budget, case.state, case.batch, target=target, donate_argnums=0, **options
         )
     except jdelta.BudgetError as error:
         return {"error": str(error), "floor": error.floor, "budget": budget}, None
-    price = planned(case, made).priced(made.overlap)
-    return {**of_plan(made), "price": dataclasses.asdict(price)}, made
+    price = planned(case, plan).priced(plan.overlap)
+    return {**of_plan(plan), "price": dataclasses.asdict(price)}, plan
 
 
 def of_plan(plan: jdelta.Plan) -> Row:

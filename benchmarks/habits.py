@@ -38,8 +38,8 @@ FILES: dict[str, tuple[ModuleType, backend.Backend]] = {
 def meanings(kind: type[Any]) -> dict[str, str]:
     """From the fields of a record to what its docstring says of each."""
     _, _, attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")
-    found = re.findall(r"^    (\w+): ((?:.+\n?(?:        .+\n?)*))", attributes, re.MULTILINE)
-    return {name: " ".join(said.split()).replace("``", "`") for name, said in found}
+    matches = re.findall(r"^    (\w+): ((?:.+\n?(?:        .+\n?)*))", attributes, re.MULTILINE)
+    return {name: " ".join(said.split()).replace("``", "`") for name, said in matches}
 
 
 def comments(module: ModuleType) -> dict[tuple[str, str], str]:
@@ -48,7 +48,7 @@ def comments(module: ModuleType) -> dict[tuple[str, str], str]:
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     said = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
     alone = {n for n, line in enumerate(text.splitlines(), 1) if line.lstrip().startswith("#")}
-    found: dict[tuple[str, str], str] = {}
+    notes: dict[tuple[str, str], str] = {}
     for part in ast.walk(ast.parse(text)):
         if not isinstance(part, ast.keyword) or not isinstance(part.value, ast.Call):
             continue
@@ -58,8 +58,8 @@ def comments(module: ModuleType) -> dict[tuple[str, str], str]:
                 first -= 1
             lines = [*range(first, habit.lineno), habit.value.end_lineno or 0]
             if comment := " ".join(said[n] for n in lines if n in said):
-                found[str(part.arg), str(habit.arg)] = comment
-    return found
+                notes[str(part.arg), str(habit.arg)] = comment
+    return notes
 
 
 def shown(value: Any) -> str:
@@ -85,7 +85,7 @@ def sections() -> list[str]:
     """One for each part of a backend."""
     notes = {name: comments(module) for name, (module, _) in FILES.items()}
     parts = {name: said for name, said in meanings(backend.Backend).items() if name != "platform"}
-    found: list[str] = []
+    blocks: list[str] = []
     for part, said in parts.items():
         kind = type(getattr(tpu.TPU, part))
         values = [getattr(one, part) for _, one in FILES.values()]
@@ -103,10 +103,10 @@ def sections() -> list[str]:
             if (part, habit) in note
         ]
         heads = ("habit", "what it says", *FILES)
-        found.append(f"## {part}: {said.rstrip('.')}\n\n{markdown(heads, rows)}")
+        blocks.append(f"## {part}: {said.rstrip('.')}\n\n{markdown(heads, rows)}")
         if why:
-            found.append("\n".join(why))
-    return found
+            blocks.append("\n".join(why))
+    return blocks
 
 
 def page() -> str:

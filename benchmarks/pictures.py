@@ -20,9 +20,9 @@ TARGET = "cuda:h100"
 
 def main() -> None:
     case = steps.build("gpt2 length 512 unrolled", remat=jdelta.remat)
-    made = jdelta.plan(case.step, 0.5, case.state, case.batch, target=TARGET, donate_argnums=0)
-    print(made)
-    plot.memory(made).savefig(DOCS / "memory.png", dpi=110)
+    plan = jdelta.plan(case.step, 0.5, case.state, case.batch, target=TARGET, donate_argnums=0)
+    print(plan)
+    plot.memory(plan).savefig(DOCS / "memory.png", dpi=110)
     plot.rok(rok.points(load(rok.STUDY.file))).savefig(DOCS / "rok.png", dpi=110)
 
 

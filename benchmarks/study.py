@@ -111,15 +111,15 @@ class Study:
 
 def studies() -> dict[str, Study]:
     """All studies by their names, folder by folder."""
-    found: dict[str, Study] = {}
+    by_name: dict[str, Study] = {}
     for folder in FOLDERS:
         package = importlib.import_module(f"benchmarks.{folder}")
         for part in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             study = getattr(importlib.import_module(part.name), "STUDY", None)
             if study:
-                assert study.name not in found, f"two studies are called {study.name}"
-                found[study.name] = study
-    return found
+                assert study.name not in by_name, f"two studies are called {study.name}"
+                by_name[study.name] = study
+    return by_name
 
 
 @functools.cache
@@ -171,10 +171,10 @@ def markdown(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 def made_at(rows: Iterable[Row]) -> str:
     """One line: the revisions that made some rows, and how many rows each of them made."""
-    made = Counter(row.get("commit", "unknown") for row in rows)
-    if len(made) == 1:
-        return f"Made at revision {next(iter(made))}."
-    counts = (f"{commit} ({count})" for commit, count in made.items())
+    revisions = Counter(row.get("commit", "unknown") for row in rows)
+    if len(revisions) == 1:
+        return f"Made at revision {next(iter(revisions))}."
+    counts = (f"{commit} ({count})" for commit, count in revisions.items())
     return f"Made at several revisions (rows): {', '.join(counts)}."
 
 
@@ -201,6 +201,6 @@ def bound(plan: Row, field: str) -> str:
     return ("~" if field in plan.get("estimates", ()) else "") + mib(plan[field])
 
 
-def share(part: float, whole: float) -> str:
+def share(part: float, total: float) -> str:
     """A part of a whole, in percent."""
-    return f"{part / whole:.1%}"
+    return f"{part / total:.1%}"

@@ -40,14 +40,14 @@ def main() -> None:
     parser.add_argument("--budget", default="50%")
     parser.add_argument("--report", help="write a page with pictures")
     parser.add_argument("--output", help="write the plan")
-    given = parser.parse_args()
+    options = parser.parse_args()
     args = make_args()
-    plan = jdelta.plan(train_step, given.budget, *args, target=given.target, donate_argnums=0)
+    plan = jdelta.plan(train_step, options.budget, *args, target=options.target, donate_argnums=0)
     print(plan)
-    if given.report:
-        plan.report(given.report)
-    if given.output:
-        plan.save(given.output)
+    if options.report:
+        plan.report(options.report)
+    if options.output:
+        plan.save(options.output)
 
 
 if __name__ == "__main__":

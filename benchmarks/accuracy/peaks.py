@@ -49,8 +49,8 @@ def row(step: str, what: str, **asked: Any) -> Row:
 
 def simulated_row(step: str, target: str, kept: float | None) -> Row:
     """Simulate and compile one program; ``kept`` is None for the plain step."""
-    staged, found = traced(step, target)
-    emission = emit(staged, None if kept is None else policy(staged, found, kept))
+    staged, trace = traced(step, target)
+    emission = emit(staged, None if kept is None else policy(staged, trace, kept))
     measured = measure(emission.lower(), staged.target, emission.options)[1]
     return {"simulated": emission.simulated, "compiled": measured.peak}
 
@@ -61,15 +61,15 @@ def traced(step: str, target: str) -> tuple[Step, Trace]:
     return cases.staged(steps.build(step, remat=jdelta.remat), target)
 
 
-def policy(step: Step, found: Trace, kept: float) -> Policy:
+def policy(step: Step, trace: Trace, kept: float) -> Policy:
     """What DELTA's heuristic keeps in a part of the residuals' bytes, if keeping costs nothing."""
     target = step.target
-    items = items_of(with_region_inputs(found, target), target, 0.0, NO_PINS)
-    whole = sum(item.bytes for item in items.problem.items if item.needed)
+    items = items_of(with_region_inputs(trace, target), target, 0.0, NO_PINS)
+    total = sum(item.bytes for item in items.problem.items if item.needed)
     free = tuple(dataclasses.replace(item, holding=0.0) for item in items.problem.items)
-    problem = dataclasses.replace(items.problem, items=free, capacity=kept * whole)
+    problem = dataclasses.replace(items.problem, items=free, capacity=kept * total)
     decisions = items.decisions(Knapsack().solve(problem).decisions)
-    return Policy.of(items.policy_decisions(decisions), found.loops, target.backend)
+    return Policy.of(items.policy_decisions(decisions), trace.loops, target.backend)
 
 
 def error(r: Row) -> float:
@@ -85,8 +85,8 @@ def percent(r: Row) -> str:
 def errors(rows: list[Row]) -> str:
     """The errors of the simulation: one line a step and target."""
     lines: list[list[str]] = []
-    for (step, target), found in study.grouped(rows).items():
-        group = {r["kept"]: r for r in found}
+    for (step, target), step_rows in study.grouped(rows).items():
+        group = {r["kept"]: r for r in step_rows}
         figures = (percent(group[k]) if k in group else "not run" for k in KEPT)
         lines.append([step, target, *figures])
     planned = [abs(error(r)) for r in rows if r["kept"] is not None]
@@ -141,15 +141,15 @@ def jobs(
     variant: Sequence[str] = VARIANTS,
 ) -> list[Job]:
     """Parts of the residuals that are kept; variants on GPUs, as others have no such choice."""
-    made: list[Job] = []
+    job_list: list[Job] = []
     if "simulated" in what:
         own = steps.PLANNED if step == EVERY_STEP else step
-        made += study.product(own, target, what=["simulated"], kept=kept)
+        job_list += study.product(own, target, what=["simulated"], kept=kept)
     if "kernels" in what:
         own = OF_KERNELS if step == EVERY_STEP else step
         gpus = [t for t in target if t in GPUS]
-        made += study.product(own, gpus, what=["kernels"], variant=variant)
-    return made
+        job_list += study.product(own, gpus, what=["kernels"], variant=variant)
+    return job_list
 
 
 STUDY = Study(

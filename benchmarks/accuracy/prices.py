@@ -67,9 +67,9 @@ def step_row(step: str, target: str, share: float | None) -> Row:
     if share is None:
         return _seconds(plain)
     case = steps.build(step, remat=jdelta.remat)
-    found, plan = cases.plan(case, int(share * plain.measured.peak), target)
+    figures, plan = cases.plan(case, int(share * plain.measured.peak), target)
     if plan is None:
-        return found
+        return figures
     planned = cases.planned(case, plan)
     return {
         "peak": plan.compiled_peak,
@@ -117,9 +117,9 @@ def added(r: Row) -> list[str]:
 @functools.cache
 def staged(step: str, target: str) -> tuple[Step, Trace, Items]:
     """A step and its items."""
-    made, found = cases.staged(steps.build(step, remat=jdelta.remat), target)
-    residuals = with_region_inputs(found, made.target)
-    return made, found, items_of(residuals, made.target, 0.0, NO_PINS, None)
+    traced_step, trace = cases.staged(steps.build(step, remat=jdelta.remat), target)
+    residuals = with_region_inputs(trace, traced_step.target)
+    return traced_step, trace, items_of(residuals, traced_step.target, 0.0, NO_PINS, None)
 
 
 def values(step: str, target: str, unit: str) -> list[str]:
@@ -141,15 +141,15 @@ def decided(items: Items, base: str, value: str | None) -> dict[str, Decision]:
 @functools.cache
 def seconds(step: str, target: str, base: str, value: str | None) -> float:
     """What the compiled instructions of one plan take."""
-    made, found, items = staged(step, target)
+    traced_step, trace, items = staged(step, target)
     names = items.policy_decisions(decided(items, base, value))
-    policy = Policy.of(names, found.loops, made.target.backend)
-    emission = emit(made, policy)
+    policy = Policy.of(names, trace.loops, traced_step.target.backend)
+    emission = emit(traced_step, policy)
     graph = emission.timeline.graph
-    program = cases.Program(graph, emission.lower, made.target, emission.options)
+    program = cases.Program(graph, emission.lower, traced_step.target, emission.options)
     compiled = program.scheduled
     if target in cases.PER_CYCLE:
-        return compiled["cycles"] / cases.clock(made.target)
+        return compiled["cycles"] / cases.clock(traced_step.target)
     return compiled["scheduled"]
 
 
@@ -176,9 +176,9 @@ def value_row(step: str, target: str, base: str, value: str) -> Row:
 def summary(rows: list[Row]) -> list[list[str]]:
     """One line a step, target and base: how near prices come, and to the order of the values."""
     lines: list[list[str]] = []
-    for (step, target), found in study.grouped(rows).items():
+    for (step, target), step_rows in study.grouped(rows).items():
         for base in BASES:
-            group = [r for r in found if r["base"] == base]
+            group = [r for r in step_rows if r["base"] == base]
             if len(group) > 1:
                 lines.append([step, target, base, str(len(group)), *_agreement(group)])
     return lines
@@ -217,12 +217,12 @@ def jobs(
     unit: Sequence[str] = ("*",),
 ) -> list[Job]:
     """Steps at shares of their peaks, and values of regions whose names match a pattern."""
-    made: list[Job] = []
+    job_list: list[Job] = []
     if "steps" in what:
-        made += study.product(step, target, what=["steps"], share=share)
+        job_list += study.product(step, target, what=["steps"], share=share)
     if "values" in what:
-        made += study.product(step, target, what=["values"], base=base, unit=unit)
-    return made
+        job_list += study.product(step, target, what=["values"], base=base, unit=unit)
+    return job_list
 
 
 STUDY = Study(

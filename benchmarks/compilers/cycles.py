@@ -119,8 +119,8 @@ def tables(rows: list[Row]) -> str:
 
 def jobs(step: Sequence[str] = (*PRODUCTS, *MASKS), target: Sequence[str] = TARGETS) -> list[Job]:
     """Products for TPUs only, and those whose matrix units are known."""
-    made = study.product(step, target)
-    return [j for j in made if j.label in MASKS or j.arguments["target"] in cases.PER_CYCLE]
+    candidates = study.product(step, target)
+    return [j for j in candidates if j.label in MASKS or j.arguments["target"] in cases.PER_CYCLE]
 
 
 STUDY = Study(

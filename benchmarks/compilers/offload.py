@@ -129,8 +129,8 @@ def half_away(target: str, rest: str) -> tuple[Row, jdelta.Plan]:
     hand = cases.traced(steps.build(step, remat=steps.checkpointed(step)), target)
     case = steps.build(step, remat=jdelta.remat)
     args = case.state, case.batch
-    found = trace(case.step, *hand.target.abstract(args))
-    needed = [r for g in found.regions for r in residuals(g, hand.target) if r.needed]
+    step_trace = trace(case.step, *hand.target.abstract(args))
+    needed = [r for g in step_trace.regions for r in residuals(g, hand.target) if r.needed]
     movable = [r for r in needed if offload_refusal(r, hand.target) is None]
     order = (*movable[::2], *movable[1::2])
     filled = itertools.accumulate(r.bytes for r in order)
@@ -157,7 +157,7 @@ MAKES: dict[str, Callable[[str], tuple[Row, jdelta.Plan]]] = {
 
 def row(step: str, target: str) -> Row:
     """One program on one target."""
-    found, plan = MAKES[step](target)
+    figures, plan = MAKES[step](target)
     chosen = plan.decisions
     away = [r for r in plan.residuals if chosen[r.name] is jdelta.Decision.OFFLOAD]
     kept = [r for r in plan.residuals if chosen[r.name] is jdelta.Decision.SAVE]
@@ -167,7 +167,7 @@ def row(step: str, target: str) -> Row:
         text = plan.compiled.as_text() or ""
         noted = {"by_cycles": cases.overlap_by_cycles(text, resolve(target)).hidden}
     return {
-        **found,
+        **figures,
         "compiled_peak": plan.compiled_peak,
         "budget": plan.budget,
         "planned": sum(r.bytes for r in away),

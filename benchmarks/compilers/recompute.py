@@ -110,8 +110,8 @@ def jobs(
     step: Sequence[str] = (*TWO_BLOCKS, *MODELS), target: Sequence[str] = steps.TWO_TARGETS
 ) -> list[Job]:
     """Models on GPUs only: no other compiler puts gradients off."""
-    made = study.product(step, target)
-    return [j for j in made if j.label in TWO_BLOCKS or j.arguments["target"] in GPUS]
+    candidates = study.product(step, target)
+    return [j for j in candidates if j.label in TWO_BLOCKS or j.arguments["target"] in GPUS]
 
 
 STUDY = Study(

@@ -107,7 +107,7 @@ def picked() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def product(
-    rows: int, contracted: int, made: bool = False
+    rows: int, contracted: int, chained: bool = False
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A product of float32 matrices, over any dimension: six tiles of the result each 128 rows.
 
@@ -120,9 +120,9 @@ def product(
     def after_another(a, b, c):
         return (a @ c) @ b
 
-    shapes = ((rows, 768 if made else contracted), (contracted, 768), (768, contracted))
-    given = tuple(jax.ShapeDtypeStruct(s, F32) for s in shapes)
-    return (after_another, given) if made else (program, given[:2])
+    shapes = ((rows, 768 if chained else contracted), (contracted, 768), (768, contracted))
+    args = tuple(jax.ShapeDtypeStruct(s, F32) for s in shapes)
+    return (after_another, args) if chained else (program, args[:2])
 
 
 def sum_read_twice(kept: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -255,7 +255,7 @@ PROGRAMS = {
     "48 tiles, product over 50272 = 16 · 3142": product(1024, 50272),
     "48 tiles, product over 50264 = 8 · 6283": product(1024, 50264),
     "48 tiles, product over 50257": product(1024, 50257),
-    "48 tiles, product over 50257 of what another made": product(1024, 50257, made=True),
+    "48 tiles, product over 50257 of what another made": product(1024, 50257, chained=True),
     "126 tiles, product over 50257": product(21 * 128, 50257),
     "132 tiles, product over 50257": product(22 * 128, 50257),
     "192 tiles, product over 50257": product(4096, 50257),
@@ -293,9 +293,9 @@ def row(step: str, target: str) -> Row:
 
 def tables(rows: list[Row]) -> str:
     """One line a program; sizes in MiB."""
-    found = {(r["step"], r["target"]): r for r in rows}
+    by_job = {(r["step"], r["target"]): r for r in rows}
     lines = [
-        [step, *(_cell(found.get((step, t)), k) for t in steps.TWO_TARGETS for k in FIGURES)]
+        [step, *(_cell(by_job.get((step, t)), k) for t in steps.TWO_TARGETS for k in FIGURES)]
         for step in study.values(rows, "step")
     ]
     return study.table(HEADS, lines, rows)

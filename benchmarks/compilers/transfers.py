@@ -249,9 +249,9 @@ def ways(rows: list[Row]) -> str:
     """One line for each way to say it: temporaries and host bytes in MiB."""
     columns = list(dict.fromkeys((r["target"], r["limited"]) for r in rows))
     heads = [f"{t}{', 1 GiB left' if limited else ''}" for t, limited in columns]
-    found = {(r["step"], r["target"], r["limited"]): r for r in rows}
+    by_job = {(r["step"], r["target"], r["limited"]): r for r in rows}
     lines = [
-        [step, *(_cell(found[step, *c]) for c in columns if (step, *c) in found)]
+        [step, *(_cell(by_job[step, *c]) for c in columns if (step, *c) in by_job)]
         for step in study.values(rows, "step")
     ]
     return study.table(["way", *heads], lines, rows)
@@ -263,11 +263,11 @@ def _cell(r: Row) -> str:
 
 def limits(rows: list[Row]) -> str:
     """One line for each memory that is left to the scheduler; sizes in MiB."""
-    found = {(r["left"], r["recompute"]): r for r in rows}
+    by_job = {(r["left"], r["recompute"]): r for r in rows}
     lines = [
         [
             LEFT.get(left, f"{left} GiB"),
-            *(cell for on in (True, False) for cell in _at(found.get((left, on)))),
+            *(cell for on in (True, False) for cell in _at(by_job.get((left, on)))),
         ]
         for left in study.values(rows, "left")
     ]
@@ -284,7 +284,7 @@ def jobs(
     step: Sequence[str] = (*STEPS, MLP), target: Sequence[str] = steps.TWO_TARGETS
 ) -> list[Job]:
     """On TPUs with all memory and with a limit; the plan's program with several limits."""
-    made = [
+    job_list = [
         Job(s, {"target": t, "limited": limited})
         for s in step
         if s != MLP
@@ -292,8 +292,10 @@ def jobs(
         for limited in ((False, True) if t.startswith("tpu") else (False,))
     ]
     if MLP in step and TPU in target:
-        made += [Job(MLP, {"left": n, "recompute": on}) for on in (True, False) for n in GIB_LEFT]
-    return made
+        job_list += [
+            Job(MLP, {"left": n, "recompute": on}) for on in (True, False) for n in GIB_LEFT
+        ]
+    return job_list
 
 
 STUDY = Study(

@@ -117,12 +117,12 @@ def of_rates(
 def copies(device: Any, size: int, repeats: int) -> Row:
     """Seconds of copies of `size` bytes to pinned host memory and back."""
     here = SingleDeviceSharding(device)
-    there = here.with_memory_kind("pinned_host")
+    host_sharding = here.with_memory_kind("pinned_host")
     x = jax.device_put(jnp.ones(size // 4, jnp.float32), here)
-    away = jax.device_put(x, there)
+    away = jax.device_put(x, host_sharding)
     return {
         "bytes": size,
-        "to_host_seconds": timed(lambda: jax.device_put(x, there), repeats),
+        "to_host_seconds": timed(lambda: jax.device_put(x, host_sharding), repeats),
         "to_device_seconds": timed(lambda: jax.device_put(away, here), repeats),
     }
 
@@ -200,10 +200,10 @@ def planned(
         if isinstance(hand, str):
             return {"skipped": hand}, None
         budget = policies.same_peak(hand)
-    figures, made = cases.plan(steps.build(step, remat=jdelta.remat, **options), budget, target)
-    if made is None:
+    figures, plan = cases.plan(steps.build(step, remat=jdelta.remat, **options), budget, target)
+    if plan is None:
         return figures, None
-    return {**figures, "scheduled": made.overlap.seconds}, made.jit()
+    return {**figures, "scheduled": plan.overlap.seconds}, plan.jit()
 
 
 def ran(device: Any, call: Callable[..., Any], state: Any, batch: Any, repeats: int) -> Row:
@@ -212,7 +212,7 @@ def ran(device: Any, call: Callable[..., Any], state: Any, batch: Any, repeats: 
     before = peak(device)
     times: list[float] = []
     for _ in range(WARMUP + repeats):
-        taken, (state, metrics) = seconds(lambda given=state: call(given, batch))
+        taken, (state, metrics) = seconds(lambda state=state: call(state, batch))
         times.append(taken)
     return {
         "allocator_peak_before": before,
@@ -321,22 +321,24 @@ def jobs(
     ahead: Sequence[str | None] = (None,),
 ) -> list[Job]:
     """Rates and steps on the device; or with `ahead`, what can be compiled for it without one."""
-    made: list[Job] = []
+    job_list: list[Job] = []
     for label, target in itertools.product(step, ahead):
         if label == RATES:
-            made += [Job(RATES, {"platform": p, "what": "rates"}) for p in platform if not target]
+            job_list += [
+                Job(RATES, {"platform": p, "what": "rates"}) for p in platform if not target
+            ]
         elif target:
-            given = {"what": "ahead", "target": target}
+            arguments = {"what": "ahead", "target": target}
             early = [v for v in variant if v in ("plain", *policies.POLICIES)]
-            made += [Job(label, {**given, "variant": v}) for v in early]
+            job_list += [Job(label, {**arguments, "variant": v}) for v in early]
         else:
-            given = {"what": "step"}
-            made += [
-                Job(label, {"platform": p, **given, "variant": v})
+            arguments = {"what": "step"}
+            job_list += [
+                Job(label, {"platform": p, **arguments, "variant": v})
                 for p in platform
                 for v in variant
             ]
-    return made
+    return job_list
 
 
 STUDY = Study(

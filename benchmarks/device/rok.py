@@ -69,14 +69,14 @@ def row(step: str, batch: int, way: str, directory: str, adapter: str = "disk") 
     if way in ("keep", "recompute"):
         run = kept if way == "keep" else _compiled(case(step, batch, checkpoint(STEPS[step])))
         return {**known, "activation": _activation(run), **_timed(run, plain)}
-    made = _plan(case(step, batch, jdelta.remat), way, spill, kept)
-    run = made.jit()
-    pool = min(made.spill_bytes, spill.pool_bytes)
-    activation = _activation(made.compiled) + (pool if jax.default_backend() == "cpu" else 0)
+    plan = _plan(case(step, batch, jdelta.remat), way, spill, kept)
+    run = plan.jit()
+    pool = min(plan.spill_bytes, spill.pool_bytes)
+    activation = _activation(plan.compiled) + (pool if jax.default_backend() == "cpu" else 0)
     figures = _timed(run, plain)
-    written = made.store.counters().written if made.store else 0
-    counts = {"written": written / (WARMUP + REPEATS), "planned": made.spill_written}
-    return {**known, "activation": activation, "host": made.host_bytes, **figures, **counts}
+    written = plan.store.counters().written if plan.store else 0
+    counts = {"written": written / (WARMUP + REPEATS), "planned": plan.spill_written}
+    return {**known, "activation": activation, "host": plan.host_bytes, **figures, **counts}
 
 
 @functools.cache
@@ -94,8 +94,8 @@ def _work(step: str, batch: int) -> float:
         return lowered.cost_analysis()["flops"]
 
 
-def _compiled(made: Case) -> jax.stages.Compiled:
-    return jax.jit(made.step, donate_argnums=0).lower(made.state, made.batch).compile()
+def _compiled(workload: Case) -> jax.stages.Compiled:
+    return jax.jit(workload.step, donate_argnums=0).lower(workload.state, workload.batch).compile()
 
 
 def _activation(compiled: jax.stages.Compiled) -> int:
@@ -103,20 +103,20 @@ def _activation(compiled: jax.stages.Compiled) -> int:
     return memory.temp_size_in_bytes
 
 
-def _plan(made: Case, way: str, spill: jdelta.Spill, kept: jax.stages.Compiled) -> jdelta.Plan:
-    args = made.step, None, made.state, made.batch
+def _plan(marked: Case, way: str, spill: jdelta.Spill, kept: jax.stages.Compiled) -> jdelta.Plan:
+    args = marked.step, None, marked.state, marked.batch
     if way == "mixed":
         memory: Any = kept.memory_analysis()
-        given = memory.argument_size_in_bytes + memory.output_size_in_bytes
-        resident = given - memory.alias_size_in_bytes
+        io_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        resident = io_bytes - memory.alias_size_in_bytes
         budget = resident + memory.temp_size_in_bytes // 2
         try:
-            return jdelta.plan(made.step, budget, *args[2:], donate_argnums=0, spill=spill)
+            return jdelta.plan(marked.step, budget, *args[2:], donate_argnums=0, spill=spill)
         except jdelta.BudgetError as error:
-            return jdelta.plan(made.step, error.floor, *args[2:], donate_argnums=0, spill=spill)
+            return jdelta.plan(marked.step, error.floor, *args[2:], donate_argnums=0, spill=spill)
     if jax.default_backend() == "gpu":
-        _, found = cases.staged(made, resolve().name)
-        known = (r.name for graph in found.regions for r in residuals_of(graph, resolve()))
+        _, trace = cases.staged(marked, resolve().name)
+        known = (r.name for graph in trace.regions for r in residuals_of(graph, resolve()))
         rest, names = "recompute", [name for name in known if name.endswith(PRODUCTS)]
     else:
         residuals = jdelta.plan(*args, donate_argnums=0).residuals
@@ -128,9 +128,9 @@ def _plan(made: Case, way: str, spill: jdelta.Spill, kept: jax.stages.Compiled) 
     return jdelta.plan(*args, donate_argnums=0, spill=files_for, pin=pin)
 
 
-def _timed(run: Any, made: Case) -> Row:
+def _timed(run: Any, plain: Case) -> Row:
     """Seconds of each step; the state is drawn anew, since it is donated."""
-    state, batch = made.init(0)
+    state, batch = plain.init(0)
     seconds: list[float] = []
     for _ in range(WARMUP + REPEATS):
         start = time.perf_counter()
@@ -154,7 +154,7 @@ def tables(rows: list[Row]) -> str:
     of_device: dict[str, list[Row]] = {}
     for r in rows:
         of_device.setdefault(r.get("device", "cpu"), []).append(r)
-    return study.page(study.table(HEADS, map(cells, found), found) for found in of_device.values())
+    return study.page(study.table(HEADS, map(cells, group), group) for group in of_device.values())
 
 
 def points(rows: list[Row]) -> list[jdelta.RokPoint]:

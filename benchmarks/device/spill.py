@@ -107,14 +107,14 @@ def device_row(step: str, device: str, directory: str = ".", repeats: int = REPE
     link = to_files(spill, rates, residuals, resolve("cpu"))
     groups = [list(group) for _, group in itertools.groupby(residuals, key=lambda r: r.region)]
     scopes = [sum(r.bytes for r in group if _may(r, link)) for group in groups]
-    late = {r.region for r in residuals if r.name in link.bare}
+    bare_scopes = {r.region for r in residuals if r.name in link.bare}
     figures = {
         "rates": [rates.write, rates.read],
         "scopes": scopes,
         "modelled": [sum(r.seconds for r in group) for group in groups],
         "forward": [_forward_seconds(step)] * len(scopes),
         "rate": rate,
-        "rule": len(scopes) - len(late),
+        "rule": len(scopes) - len(bare_scopes),
         "load": os.getloadavg()[0],
     }
     pin = {
@@ -166,8 +166,8 @@ def _forward_seconds(step: str) -> float:
     layers = STEPS[step]["layers"]
     runs = {}
     for count in (1, layers):
-        made = case(step, layers=count)
-        runs[count] = jax.jit(made.loss), made.init(0)
+        workload = case(step, layers=count)
+        runs[count] = jax.jit(workload.loss), workload.init(0)
     seconds: dict[int, list[float]] = {count: [] for count in runs}
     for _ in range(WARMUP + REPEATS):
         for count, (loss, args) in runs.items():
@@ -178,9 +178,9 @@ def _forward_seconds(step: str) -> float:
     return (all_ - one) / (layers - 1)
 
 
-def _in_turns(made: Case, runs: dict[str, Any], repeats: int) -> Row:
+def _in_turns(plain: Case, runs: dict[str, Any], repeats: int) -> Row:
     """Seconds, and seconds of the processors, of each step of each run."""
-    states = {way: made.init(0) for way in runs}
+    states = {way: plain.init(0) for way in runs}
     times: dict[str, list[list[float]]] = {way: [] for way in runs}
     for _ in range(WARMUP + repeats):
         for way, run in runs.items():
@@ -318,12 +318,12 @@ def jobs(
     offset: Sequence[int] = OFFSETS,
 ) -> list[Job]:
     """Steps on devices, ways of a process, and places where a tensor begins."""
-    made = {
+    job_lists = {
         "devices": [Job(s, {"what": "devices", "device": d}) for s in step for d in device],
         "processes": [Job(e, {"what": "processes", "way": w}) for e in EXAMPLES for w in way],
         "copies": [Job("copies", {"what": "copies", "offset": at}) for at in offset],
     }
-    return [job for w in what for job in made[w]]
+    return [job for w in what for job in job_lists[w]]
 
 
 STUDY = Study(

@@ -141,13 +141,13 @@ def loaded(path: Path) -> jdelta.Plan:
 
 def compiled(low: jax.stages.Lowered, program: cases.Program) -> tuple[Any, Row]:
     """A program that can be called (None if it does not fit), and what the compiler says of it."""
-    call, found = measure(low, program.target, program.options, executable=True)
+    call, measurement = measure(low, program.target, program.options, executable=True)
     return call, {
-        "compiled_peak": found.peak,
-        "host_bytes": found.host,
-        "scheduled": found.overlap.seconds,
-        "transfers": found.overlap.seconds_out + found.overlap.seconds_in,
-        "hidden": found.overlap.hidden,
+        "compiled_peak": measurement.peak,
+        "host_bytes": measurement.host,
+        "scheduled": measurement.overlap.seconds,
+        "transfers": measurement.overlap.seconds_out + measurement.overlap.seconds_in,
+        "hidden": measurement.overlap.hidden,
     }
 
 
@@ -166,53 +166,53 @@ def row(
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         jobs = {
-            variant: pool.submit(compiled, *given)
-            for variant, given in lowered(what, step, target, plans, **options)
+            variant: pool.submit(compiled, *arguments)
+            for variant, arguments in lowered(what, step, target, plans, **options)
         }
     ready = {variant: job.result() for variant, job in jobs.items()}
     calls = {variant: call for variant, (call, _) in ready.items() if call}
     timed = in_turns(calls, *steps.build(step, remat=jdelta.remat, **options).init(0), rounds)
-    found = [{"variant": v, **figures, **timed.get(v, {})} for v, (_, figures) in ready.items()]
-    return {"device": jax.devices()[0].device_kind, "programs": found}
+    programs = [{"variant": v, **figures, **timed.get(v, {})} for v, (_, figures) in ready.items()]
+    return {"device": jax.devices()[0].device_kind, "programs": programs}
 
 
 def in_turns(calls: dict[str, Any], state: Any, batch: Any, rounds: int) -> dict[str, Row]:
     """Raw seconds of each program, and the loss of its first step."""
-    found: dict[str, Row] = {}
+    timings: dict[str, Row] = {}
     for variant, call in calls.items():
         _, metrics = call(jax.tree.map(jnp.copy, state), batch)
-        found[variant] = {"loss": float(metrics["loss"]), "seconds": []}
+        timings[variant] = {"loss": float(metrics["loss"]), "seconds": []}
     for turn in range(device.WARMUP + rounds):
         for variant, call in calls.items():
-            taken, (state, _) = device.seconds(lambda call=call, given=state: call(given, batch))
+            taken, (state, _) = device.seconds(lambda call=call, state=state: call(state, batch))
             if turn >= device.WARMUP:
-                found[variant]["seconds"].append(taken)
-    return found
+                timings[variant]["seconds"].append(taken)
+    return timings
 
 
-def cells(r: Row, found: Row) -> list[str]:
+def cells(r: Row, entry: Row) -> list[str]:
     """One line of the table; sizes in MiB, times in milliseconds."""
-    head = [r["step"], found["variant"]]
-    if "seconds" not in found:
+    head = [r["step"], entry["variant"]]
+    if "seconds" not in entry:
         return [*head, "did not fit"]
     by_variant = {f["variant"]: f for f in r["programs"]}
-    sizes = mib(found["compiled_peak"]), mib(found["host_bytes"])
-    times = f"{1e3 * statistics.median(found['seconds']):.2f}", f"{1e3 * found['scheduled']:.2f}"
+    sizes = mib(entry["compiled_peak"]), mib(entry["host_bytes"])
+    times = f"{1e3 * statistics.median(entry['seconds']):.2f}", f"{1e3 * entry['scheduled']:.2f}"
     if r["what"] == "policies":
-        beside = by_variant.get(found["variant"].removeprefix(PLAN), found)
-        quotient = "" if beside is found else f"{ratio(found, beside):.3f}"
+        beside = by_variant.get(entry["variant"].removeprefix(PLAN), entry)
+        quotient = "" if beside is entry else f"{ratio(entry, beside):.3f}"
         return [*head, *sizes, *times, quotient]
-    if not found["transfers"]:
+    if not entry["transfers"]:
         return [*head, *sizes, *times, "", "", ""]
-    added = statistics.median(a - b for a, b in pairs(found, by_variant[KEPT]))
-    hidden = 1 - added / found["transfers"]
+    added = statistics.median(a - b for a, b in pairs(entry, by_variant[KEPT]))
+    hidden = 1 - added / entry["transfers"]
     return [
         *head,
         *sizes,
         *times,
-        f"{1e3 * found['transfers']:.2f}",
+        f"{1e3 * entry['transfers']:.2f}",
         f"{hidden:.0%}",
-        share(found["hidden"], 1.0),
+        share(entry["hidden"], 1.0),
     ]
 
 
@@ -230,8 +230,8 @@ def tables(rows: list[Row]) -> str:
     """The tables as the docs show them."""
     of = {what: [r for r in rows if r["what"] == what] for what in HEADS}
     return study.page(
-        study.table(HEADS[what], [cells(r, f) for r in found for f in r["programs"]], found)
-        for what, found in of.items()
+        study.table(HEADS[what], [cells(r, f) for r in group for f in r["programs"]], group)
+        for what, group in of.items()
     )
 
 

@@ -47,8 +47,10 @@ class Config:
 
         def variables(key):
             keys = jax.random.split(key, self.layers)
-            made = [layer_params(k, self.width) for k in keys]
-            return (jax.tree.map(lambda *rows: jnp.stack(rows), *made) if self.scan else made), {}
+            layers = [layer_params(k, self.width) for k in keys]
+            return (
+                jax.tree.map(lambda *rows: jnp.stack(rows), *layers) if self.scan else layers
+            ), {}
 
         def batch(key):
             inputs, targets = jax.random.normal(key, (2, self.batch, self.width))

@@ -58,8 +58,8 @@ def greedy_list(problem: Problem) -> list[int]:
     ran = [False] * len(problem)
 
     def growth(i: int) -> int:
-        made = sum(problem.tensors[t].bytes for t in problem.allocated[i] if users[t])
-        return made - sum(problem.tensors[t].bytes for t in problem.used[i] if users[t] == 1)
+        allocated = sum(problem.tensors[t].bytes for t in problem.allocated[i] if users[t])
+        return allocated - sum(problem.tensors[t].bytes for t in problem.used[i] if users[t] == 1)
 
     heap = [(growth(i), i) for i in problem.program if not waiting[i]]
     heapq.heapify(heap)
@@ -129,10 +129,11 @@ def integer_program(problem: Problem, limit: float) -> Solved:
     """
     start = time.perf_counter()
     count = len(problem)
-    early, late = _spans(problem)
-    width = late - early
-    column = np.concatenate([[0], np.cumsum(width)])  # of "has run by step s", s in [early, late)
-    lives = [_life(early, late, t) for t in problem.tensors]
+    earliest, latest = _spans(problem)
+    width = latest - earliest
+    # Columns of "has run by step s", s in [earliest, latest).
+    column = np.concatenate([[0], np.cumsum(width)])
+    lives = [_life(earliest, latest, t) for t in problem.tensors]
     total = int(column[-1]) + sum(end - begin for begin, end in lives) + 1
     if total > MOST_VARIABLES:
         return Solved(None, False, 0.0, total)
@@ -140,15 +141,15 @@ def integer_program(problem: Problem, limit: float) -> Solved:
 
     def ran(i: int, s: int) -> tuple[int | None, int]:
         """Column of "operator i has run by step s", or the constant that it is."""
-        if s < early[i]:
+        if s < earliest[i]:
             return None, 0
-        return (None, 1) if s >= late[i] else (int(column[i] + s - early[i]), 0)
+        return (None, 1) if s >= latest[i] else (int(column[i] + s - earliest[i]), 0)
 
     for i in problem.program:
-        for s in range(early[i] + 1, late[i]):
+        for s in range(earliest[i] + 1, latest[i]):
             rows.add([(*ran(i, s - 1), 1), (*ran(i, s), -1)], 0)
         for p in problem.predecessors[i]:
-            for s in range(early[i], late[p] + 1):
+            for s in range(earliest[i], latest[p] + 1):
                 rows.add([(*ran(i, s), 1), (*ran(p, s - 1), -1)], 0)
     for s in range(count):  # one operator a step
         rows.add([(*ran(i, s), 1) for i in problem.program], s + 1)
@@ -171,13 +172,13 @@ def integer_program(problem: Problem, limit: float) -> Solved:
         rows.add([*terms, (total - 1, 0, -1)], 0)
     cost = np.zeros(total)
     cost[-1] = 1
-    whole = np.zeros(total)
-    whole[: int(column[-1])] = 1
+    integrality = np.zeros(total)
+    integrality[: int(column[-1])] = 1
     upper = np.ones(total)
     upper[-1] = np.inf
     done = milp(
         cost,
-        integrality=whole,
+        integrality=integrality,
         bounds=Bounds(0, upper),
         constraints=rows.constraint(total),
         options={"time_limit": limit},
@@ -186,7 +187,8 @@ def integer_program(problem: Problem, limit: float) -> Solved:
     if done.x is None:
         return Solved(None, False, seconds, total)
     steps = [
-        early[i] + width[i] - round(done.x[column[i] : column[i + 1]].sum()) for i in range(count)
+        earliest[i] + width[i] - round(done.x[column[i] : column[i + 1]].sum())
+        for i in range(count)
     ]
     order = sorted(problem.program, key=steps.__getitem__)
     return Solved(problem.peak(order), done.status == 0, seconds, total)
@@ -204,12 +206,12 @@ def _spans(problem: Problem):
     return before.sum(1), count - 1 - after.sum(1)
 
 
-def _life(early, late, tensor) -> tuple[int, int]:
+def _life(earliest, latest, tensor) -> tuple[int, int]:
     """Steps at which a tensor can be alive."""
     if tensor.kept:
-        return int(early[tensor.maker]), len(early)
-    ends = [late[u] for u in (tensor.maker, *tensor.users)]
-    return int(early[tensor.maker]), int(max(ends)) + 1
+        return int(earliest[tensor.maker]), len(earliest)
+    ends = [latest[u] for u in (tensor.maker, *tensor.users)]
+    return int(earliest[tensor.maker]), int(max(ends)) + 1
 
 
 class _Rows:

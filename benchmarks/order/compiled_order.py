@@ -78,15 +78,15 @@ def row(step: str, target: str, directory: str | None = None) -> Row:
     if not text:
         return {**figures, "refused": True}
     start = time.perf_counter()
-    made = of_text(text, figures["arguments"])
+    schedule = of_text(text, figures["arguments"])
     return {
         **figures,
-        "operators": len(made.order) - 1,  # without the one that stands for arguments
+        "operators": len(schedule.order) - 1,  # without the one that stands for arguments
         "allocated": figures["step_peak"] - figures["arguments"],
-        "xla_peak": made.program_peak,
-        "peak": made.peak,
-        "bound": made.bound,
-        "arena": made.arena,
+        "xla_peak": schedule.program_peak,
+        "peak": schedule.peak,
+        "bound": schedule.bound,
+        "arena": schedule.arena,
         "order_seconds": time.perf_counter() - start,
     }
 

@@ -127,12 +127,12 @@ def problem(model: str, batch: int, layers: int = 1) -> Problem:
     return posed_by(adam_step(model, batch, layers), None)
 
 
-def posed_by(made: Step, compiler: Compiler | None) -> Problem:
+def posed_by(step_and_args: Step, compiler: Compiler | None) -> Problem:
     """The operators of a step, its weights updated in place."""
-    step, (trained, rest) = made
+    step, (trained, rest) = step_and_args
     graph = graph_of(jax.make_jaxpr(step)(trained, rest))
-    given = graph.inputs[len(graph.inputs) - len(jax.tree.leaves((trained, rest))) :]
-    donated = given[: len(jax.tree.leaves(trained))]
+    arguments = graph.inputs[len(graph.inputs) - len(jax.tree.leaves((trained, rest))) :]
+    donated = arguments[: len(jax.tree.leaves(trained))]
     return problem_of(graph, compiler, places_taken(graph, donated))
 
 
@@ -163,12 +163,12 @@ def small(step: str, limit: float) -> Row:
     config, optimizer = SMALL[step]
     posed = posed_by(step_of(config, OPTIMIZERS[optimizer](1e-3)), Compiler(CUDA))
     taken = [seconds(planned(fresh(posed))) for _ in range(REPEATS)]
-    found = arrange(posed)
+    arrangement = arrange(posed)
     return {
         "operators": len(posed),
         "program_peak": posed.peak(posed.program),
-        "peak": found.peak,
-        "bound": found.bound,
+        "peak": arrangement.peak,
+        "bound": arrangement.bound,
         "seconds": taken,
         "limit": limit,
         "ilp": dataclasses.asdict(comparators.integer_program(posed, limit)),
@@ -183,12 +183,12 @@ def fresh(posed: Problem) -> Problem:
 def planned(posed: Problem) -> Row:
     """The order of a step and its layout, and the seconds that they take."""
     start = time.perf_counter()
-    found = arrange(posed)
+    arrangement = arrange(posed)
     ordered = time.perf_counter()
-    offsets = layout(posed.bytes, *posed.lives(found.order))
+    offsets = layout(posed.bytes, *posed.lives(arrangement.order))
     return {
-        "peak": found.peak,
-        "bound": found.bound,
+        "peak": arrangement.peak,
+        "bound": arrangement.bound,
         "arena": arena(posed.bytes, offsets),
         "order_seconds": ordered - start,
         "layout_seconds": time.perf_counter() - ordered,

@@ -58,8 +58,8 @@ def row(step: str, target: str) -> Row:
     args = where.abstract(args)
     figures: Row = {}
     for way in (False, True):
-        made = emit(Step(train, args, (0,), where, {}, updates_in_loops=way), None)
-        measured = measure(made.lower(), where, made.options)[1]
+        emission = emit(Step(train, args, (0,), where, {}, updates_in_loops=way), None)
+        measured = measure(emission.lower(), where, emission.options)[1]
         figures |= {"in_loop" if way else "peak": measured.peak, "arguments": measured.arguments}
     stacked = [case.state.params.get(key, {}) for key in LOOPS]
     bytes_stacked = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stacked))

@@ -82,21 +82,21 @@ def tables(rows: list[Row]) -> str:
     """The rows as the docs show them, table by table."""
     of = {what: [r for r in rows if r["what"] == what] for what in SHARES}
     shares, sweep, cut = of.values()
-    found = [peaks([r for r in shares if r["target"] == t]) for t in study.values(shares, "target")]
-    found.append(study.table(WORTH, map(worth, study.grouped(shares).values()), shares))
-    found.append(study.table(VERDICT, map(verdict, study.grouped(sweep).values()), sweep))
-    return study.page([*found, study.table(HEADS, map(cells, cut), cut)])
+    parts = [peaks([r for r in shares if r["target"] == t]) for t in study.values(shares, "target")]
+    parts.append(study.table(WORTH, map(worth, study.grouped(shares).values()), shares))
+    parts.append(study.table(VERDICT, map(verdict, study.grouped(sweep).values()), sweep))
+    return study.page([*parts, study.table(HEADS, map(cells, cut), cut)])
 
 
 def peaks(rows: list[Row]) -> str:
     """The table of a target: one line a step."""
     lines: list[list[str]] = []
-    for (step, target), found in study.grouped(rows).items():
-        group = {r["share"]: r for r in found}
-        compiled = compiled_floors(found)
+    for (step, target), step_rows in study.grouped(rows).items():
+        group = {r["share"]: r for r in step_rows}
+        compiled = compiled_floors(step_rows)
         floor = str(min(compiled) >> 20) if compiled else "not compiled"
         shown = [_cell(group.get(share)) for share in SHARES["shares"]]
-        lines.append([step, target, str(found[0]["plain"] >> 20), floor, *shown])
+        lines.append([step, target, str(step_rows[0]["plain"] >> 20), floor, *shown])
     heads = ["step", "target", "plain", "floor", *(f"{s:.0%}" for s in SHARES["shares"])]
     return study.table(heads, lines, rows)
 
@@ -181,14 +181,14 @@ def jobs(
     share: Sequence[float] = EVERY_SHARE,
 ) -> list[Job]:
     """By default the shares of what is asked; sharded steps are for devices of their own."""
-    made: list[Job] = []
+    job_list: list[Job] = []
     for asked in what:
         own = SHARES[asked] if share == EVERY_SHARE else share
         cut = asked == "sharded"
         for label in (s for s in step if (s in sharded.STEPS) == cut):
             targets = [sharded.STEPS[label].target] if cut else target
-            made += study.product([label], targets, what=[asked], share=own)
-    return made
+            job_list += study.product([label], targets, what=[asked], share=own)
+    return job_list
 
 
 STUDY = Study(

@@ -45,8 +45,8 @@ def row(step: str, what: str, target: str, share: float) -> Row:
     budget = int(share * plain.measured.peak)
     if what == "layers":
         case = steps.build(step, remat=jdelta.remat)
-        made = {way: {"per_layer": apart} for way, apart in LAYERS.items()}
-        plans = {way: cases.plan(case, budget, target, **made[way])[0] for way in LAYERS}
+        options = {way: {"per_layer": apart} for way, apart in LAYERS.items()}
+        plans = {way: cases.plan(case, budget, target, **options[way])[0] for way in LAYERS}
         return {"budget": budget, **plans}
     plans = {
         regions: cases.plan(steps.build(step, remat=remat), budget, target)[0]
@@ -87,12 +87,12 @@ CELLS = {"regions": regions_cells, "layers": layers_cells}
 
 def tables(rows: list[Row]) -> str:
     """The rows as the docs show them: a table of regions, and one of layers; budgets in MiB."""
-    made: list[str] = []
+    parts: list[str] = []
     for what, cells in CELLS.items():
-        found = [r for r in rows if r["what"] == what]
-        lines = [[r["step"], r["target"], mib(r["budget"]), *cells(r)] for r in found]
-        made.append(study.table(["step", "target", "budget", *HEADS[what]], lines, found))
-    return study.page(made)
+        group = [r for r in rows if r["what"] == what]
+        lines = [[r["step"], r["target"], mib(r["budget"]), *cells(r)] for r in group]
+        parts.append(study.table(["step", "target", "budget", *HEADS[what]], lines, group))
+    return study.page(parts)
 
 
 EVERY_STEP = tuple(dict.fromkeys(itertools.chain.from_iterable(STEPS.values())))
@@ -106,12 +106,12 @@ def jobs(
     share: Sequence[float] = EVERY_SHARE,
 ) -> list[Job]:
     """By default the steps and shares that regions, and those that layers are looked at with."""
-    made: list[Job] = []
+    job_list: list[Job] = []
     for w in what:
         own_steps = STEPS[w] if step == EVERY_STEP else step
         own_shares = SHARES[w] if share == EVERY_SHARE else share
-        made += study.product(own_steps, target, what=[w], share=own_shares)
-    return made
+        job_list += study.product(own_steps, target, what=[w], share=own_shares)
+    return job_list
 
 
 STUDY = Study(

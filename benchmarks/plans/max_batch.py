@@ -62,9 +62,9 @@ def row(step: str, target: str, method: str, memory: str | None = None, **option
     for way in ways(method, step, target, **options):
 
         def fits(batch: int, way: Callable[..., Row] = way) -> bool:
-            found = way(step, target, room, **{**options, "batch": batch})
-            attempts.append({"batch": batch, **found})
-            return found["fits"]
+            attempt = way(step, target, room, **{**options, "batch": batch})
+            attempts.append({"batch": batch, **attempt})
+            return attempt["fits"]
 
         best = bisected(fits, best or (own if fits(own) else 0))
     return {"room": room, "batch": best, "attempts": attempts}
@@ -108,14 +108,14 @@ def plan(
 ) -> Row:
     """Tries a plan, whose predicted overhead may be `limit` of the plain step."""
     case = steps.build(step, remat=steps.REGIONS[regions], **options)
-    found, made = cases.plan(case, room, target)
-    if made is None:
-        return {"fits": False, "plan": found}
+    figures, plan = cases.plan(case, room, target)
+    if plan is None:
+        return {"fits": False, "plan": figures}
     added = 0.0
-    if made.policy is not None:
+    if plan.policy is not None:
         plain = cases.traced(steps.build(step, **options), target)
-        added = cases.planned(case, made).added(plain)
-    return {"fits": limit is None or added <= limit, "added": added, "plan": found}
+        added = cases.planned(case, plan).added(plain)
+    return {"fits": limit is None or added <= limit, "added": added, "plan": figures}
 
 
 def cells(r: Row, rows: list[Row]) -> list[str]:

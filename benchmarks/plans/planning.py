@@ -68,8 +68,10 @@ def row(step: str, target: str, regions: str) -> Row:
     """Plans one step in a process of its own."""
     call = f"planned(*{[step, target, regions]!r})"
     run = f"import json; from {__name__} import planned; print(json.dumps({call}))"
-    made = subprocess.run([sys.executable, "-c", run], check=True, capture_output=True, text=True)
-    return json.loads(made.stdout.splitlines()[-1])
+    process = subprocess.run(
+        [sys.executable, "-c", run], check=True, capture_output=True, text=True
+    )
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def cells(r: Row) -> list[str]:

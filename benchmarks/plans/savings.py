@@ -63,8 +63,8 @@ def plain_figures(step: str, target: str, options: tuple[tuple[str, Any], ...]) 
 
 def floor(case: Any, target: str) -> int:
     """The least peak that a plan reaches, bytes."""
-    found, _ = cases.plan(case, TOO_SMALL, target)
-    return found["floor"]
+    figures, _ = cases.plan(case, TOO_SMALL, target)
+    return figures["floor"]
 
 
 def _budget(plain: Row, of: str, saving: float) -> int:

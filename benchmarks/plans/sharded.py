@@ -58,7 +58,7 @@ _INTO = {"q", "k", "v", "gate", "up", "head"}
 def case(cut: Cut, **options: Any) -> Case:
     """The training step, its state and batch cut over the mesh."""
     rows = cut.sharding("data", None, None)
-    made = build(**cut.model, scan=True, batch=cut.batch, rows=rows, **options)
+    uncut = build(**cut.model, scan=True, batch=cut.batch, rows=rows, **options)
 
     def weight(path: Any, leaf: Any) -> Any:
         sharding = cut.sharding(*_axes(path, leaf))
@@ -67,8 +67,8 @@ def case(cut: Cut, **options: Any) -> Case:
     def row(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=cut.sharding("data"))
 
-    state = jax.tree.map_with_path(weight, made.state)
-    return dataclasses.replace(made, state=state, batch=jax.tree.map(row, made.batch))
+    state = jax.tree.map_with_path(weight, uncut.state)
+    return dataclasses.replace(uncut, state=state, batch=jax.tree.map(row, uncut.batch))
 
 
 def _axes(path: Any, leaf: Any) -> tuple[str | None, ...]:

@@ -27,7 +27,7 @@ SHARE = 0.6
 
 STAND_IN, REAL = "stand-in", "real"
 
-STEPS = [name for name, found in PROGRAMS.items() if found.large][::9]
+STEPS = [name for name, program in PROGRAMS.items() if program.large][::9]
 """Some of every kind of the zoo."""
 
 COMPILED = {
@@ -56,12 +56,12 @@ def row(step: str, target: str, compiler: str) -> Row:
     program = PROGRAMS[step]
     assert program.large
     with program.around(), judged_by(compiler):
-        made, args = program.make(program.large, unmarked)
+        step_fn, args = program.make(program.large, unmarked)
         options: dict[str, Any] = dict(program.options) | {"history": jdelta.History()}
         if compiler == STAND_IN:  # it has no program in which copies to the host could be found
             options["host_budget"] = 0
         try:
-            plan = jdelta.plan(made, SHARE, *args, target=target, **options)
+            plan = jdelta.plan(step_fn, SHARE, *args, target=target, **options)
         except jdelta.JdeltaError as error:
             return {"error": type(error).__name__, "says": str(error)}
     return {
@@ -95,10 +95,10 @@ def differences(rows: list[Row]) -> list[list[str]]:
 
 def tables(rows: list[Row]) -> str:
     """What is decided differently by the last rows than by the first, and how much that is."""
-    found = differences(rows)
+    changes = differences(rows)
     plans = len(study.grouped(rows, "compiler"))
-    shown = study.table(HEADS, found, rows)
-    return f"{shown}\n\nDecided differently: {len(found)} figures of {plans} plans."
+    shown = study.table(HEADS, changes, rows)
+    return f"{shown}\n\nDecided differently: {len(changes)} figures of {plans} plans."
 
 
 def jobs(step: Sequence[str] = STEPS, compiler: Sequence[str] = (STAND_IN, REAL)) -> list[Job]:

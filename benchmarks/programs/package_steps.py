@@ -285,12 +285,12 @@ def _jraph() -> PackageStep:
         n_node=jnp.full(4, nodes // 4),
         n_edge=jnp.full(4, edges // 4),
     )
-    made = hk.without_apply_rng(hk.transform(network))
+    model = hk.without_apply_rng(hk.transform(network))
 
     def loss(params: Any, graph: Any, targets: Any) -> Any:
-        return jnp.mean((made.apply(params, graph) - targets) ** 2)
+        return jnp.mean((model.apply(params, graph) - targets) ** 2)
 
-    return _trained(loss, made.init(jax.random.key(0), graph), graph, _normal(4, 1))
+    return _trained(loss, model.init(jax.random.key(0), graph), graph, _normal(4, 1))
 
 
 @_step("e3nn-jax message passing (Flax)", "e3nn-jax")
@@ -352,13 +352,13 @@ def _distrax() -> PackageStep:
         base = distrax.MultivariateNormalDiag(jnp.zeros(x.shape[-1]), jnp.ones(x.shape[-1]))
         return distrax.Transformed(base, distrax.Inverse(distrax.Chain(layers))).log_prob(x)
 
-    made = hk.without_apply_rng(hk.transform(log_density))
+    model = hk.without_apply_rng(hk.transform(log_density))
     x = _normal(512, 32)
 
     def loss(params: Any, x: Any) -> Any:
-        return -made.apply(params, x).mean()
+        return -model.apply(params, x).mean()
 
-    return _trained(loss, made.init(jax.random.key(0), x), x)
+    return _trained(loss, model.init(jax.random.key(0), x), x)
 
 
 @_step("PPO (after PureJaxRL)", "distrax")
@@ -386,9 +386,9 @@ def _ppo() -> PackageStep:
 
     def move(place: Any, action: Any, key: Any) -> Any:
         place = place + 0.1 * jnp.tanh(action)
-        there = jnp.sum(place**2, -1) < 0.01
+        done = jnp.sum(place**2, -1) < 0.01
         new = jax.random.uniform(key, place.shape, minval=-1.0)
-        return jnp.where(there[:, None], new, place), -jnp.sum(place**2, -1), there
+        return jnp.where(done[:, None], new, place), -jnp.sum(place**2, -1), done
 
     def loss(params: Any, batch: Any) -> Any:
         policy, value = model.apply(params, batch["place"])

@@ -38,16 +38,18 @@ def row(step: str, target: str) -> Row:
     builder = BUILDERS[step]
     try:
         version = importlib.metadata.version(builder.distribution)
-        made = builder.build()
-        seconds, plain = timed(lambda: compiled(made, target))
+        package_step = builder.build()
+        seconds, plain = timed(lambda: compiled(package_step, target))
     except Exception as error:  # not jdelta's: the row says what it was
         return {"version": "", "error": said(error)}
     figures = {"version": version, "plain_seconds": seconds}
     if target == "cpu":
-        results = jax.tree.map(np.asarray, leaves(plain(*own(made.args))))
-        checked = {name: right(made, results, **options) for name, options in CHECKED.items()}
+        results = jax.tree.map(np.asarray, leaves(plain(*own(package_step.args))))
+        checked = {
+            name: right(package_step, results, **options) for name, options in CHECKED.items()
+        }
         return {**figures, **checked}
-    return {**figures, **planned(made, target)}
+    return {**figures, **planned(package_step, target)}
 
 
 CHECKED: dict[str, dict[str, Any]] = {
@@ -69,11 +71,11 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def compiled(made: PackageStep, target: str) -> Any:
+def compiled(step: PackageStep, target: str) -> Any:
     """The plain step, compiled for a target."""
     where = resolve(target)
-    args = made.args if target == "cpu" else where.abstract(made.args)
-    return made.jit(made.fun).trace(*args).lower(lowering_platforms=(where.platform,)).compile()
+    args = step.args if target == "cpu" else where.abstract(step.args)
+    return step.jit(step.fun).trace(*args).lower(lowering_platforms=(where.platform,)).compile()
 
 
 def own(args: Any) -> Any:
@@ -91,11 +93,11 @@ def is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def right(made: PackageStep, expected: list[Any], budget: Any = None, **options: Any) -> Row:
+def right(step: PackageStep, expected: list[Any], budget: Any = None, **options: Any) -> Row:
     """A plan for the CPU, and the largest difference of what it gives from the plain step's."""
     try:
-        seconds, plan = timed(lambda: jdelta.plan(made.fun, budget, *made.args, **options))
-        results = jax.tree.map(np.asarray, leaves(plan.jit()(*own(made.args))))
+        seconds, plan = timed(lambda: jdelta.plan(step.fun, budget, *step.args, **options))
+        results = jax.tree.map(np.asarray, leaves(plan.jit()(*own(step.args))))
     except jdelta.BudgetError as error:
         return {"floor": error.floor, "error": said(error)}
     except Exception as error:  # what the table is for
@@ -116,10 +118,10 @@ def difference(a: Any, b: Any) -> float:
     return float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-6))
 
 
-def planned(made: PackageStep, target: str) -> Row:
+def planned(step: PackageStep, target: str) -> Row:
     """A plan to 60 % of the plain peak for a device that is not here."""
     try:
-        seconds, plan = timed(lambda: jdelta.plan(made.fun, 0.6, *made.args, target=target))
+        seconds, plan = timed(lambda: jdelta.plan(step.fun, 0.6, *step.args, target=target))
     except jdelta.BudgetError as error:
         return {"floor": error.floor, "refused": said(error)}
     except Exception as error:
@@ -133,14 +135,14 @@ def planned(made: PackageStep, target: str) -> Row:
     }
 
 
-def names(found: Iterable[str]) -> Row:
+def names(residuals: Iterable[str]) -> Row:
     """How many names there are, with a module's path, with their first parts twice, the longest."""
-    made = list(found)
+    all_names = list(residuals)
     return {
-        "names": len(made),
-        "paths": sum(not re.match(r"(unit|region)_\d+/[^/]+$", name) for name in made),
-        "twice": sum(map(begins_twice, made)),
-        "longest": max(made, key=len, default=""),
+        "names": len(all_names),
+        "paths": sum(not re.match(r"(unit|region)_\d+/[^/]+$", name) for name in all_names),
+        "twice": sum(map(begins_twice, all_names)),
+        "longest": max(all_names, key=len, default=""),
     }
 
 

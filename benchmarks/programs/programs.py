@@ -36,7 +36,7 @@ USED = 0.85
 COMPILE = "/jax/core/compile/backend_compile_duration"
 """What JAX calls the seconds of a compiler."""
 
-LARGE = tuple(name for name, found in PROGRAMS.items() if found.large)
+LARGE = tuple(name for name, program in PROGRAMS.items() if program.large)
 
 
 def built(program: Program, remat: Callable[..., Any], target: str) -> cases.Program:
@@ -45,9 +45,9 @@ def built(program: Program, remat: Callable[..., Any], target: str) -> cases.Pro
     step, args = program.make(program.large, remat)
     where = resolve(target)
     placed = where.abstract(args)
-    found = jax.jit(step, **dict(program.options)).trace(*placed)
-    graph = graph_of(found.jaxpr, shardings_of(found.jaxpr, placed, where.platform))
-    return cases.Program(graph, lambda: found.lower(lowering_platforms=(where.platform,)), where)
+    traced = jax.jit(step, **dict(program.options)).trace(*placed)
+    graph = graph_of(traced.jaxpr, shardings_of(traced.jaxpr, placed, where.platform))
+    return cases.Program(graph, lambda: traced.lower(lowering_platforms=(where.platform,)), where)
 
 
 def planned(program: Program, budget: int, target: str) -> Row:
@@ -56,11 +56,11 @@ def planned(program: Program, budget: int, target: str) -> Row:
     step, args = program.make(program.large, unmarked)
     begin = time.perf_counter()
     with compiling() as took:
-        plan, found = tried(step, budget, *args, target=target, **dict(program.options))
-    found |= {"seconds": time.perf_counter() - begin, "xla": sum(took)}
+        plan, figures = tried(step, budget, *args, target=target, **dict(program.options))
+    figures |= {"seconds": time.perf_counter() - begin, "xla": sum(took)}
     if plan:
-        found["priced"] = cases.under(plan, step, *args).priced(plan.overlap).seconds
-    return found
+        figures["priced"] = cases.under(plan, step, *args).priced(plan.overlap).seconds
+    return figures
 
 
 def tried(*args: Any, **options: Any) -> tuple[jdelta.Plan | None, Row]:
@@ -96,13 +96,13 @@ def row(step: str, target: str) -> Row:
     program = PROGRAMS[step]
     with program.around():
         plain = built(program, unmarked, target)
-        found: Row = {"plain": plain.measured.peak, "plain_seconds": plain.price.seconds}
+        figures: Row = {"plain": plain.measured.peak, "plain_seconds": plain.price.seconds}
         if program.units:
             hand = built(program, jax.checkpoint, target)
-            found["hand"] = {"peak": hand.measured.peak, "seconds": hand.price.seconds}
-            found["at_hand"] = planned(program, int(BAR * hand.measured.peak), target)
-        found["plan"] = planned(program, int(SHARE * plain.measured.peak), target)
-    return {**found, "failures": failures(found)}
+            figures["hand"] = {"peak": hand.measured.peak, "seconds": hand.price.seconds}
+            figures["at_hand"] = planned(program, int(BAR * hand.measured.peak), target)
+        figures["plan"] = planned(program, int(SHARE * plain.measured.peak), target)
+    return {**figures, "failures": failures(figures)}
 
 
 def failures(r: Row) -> list[str]:
@@ -192,14 +192,14 @@ def summary(rows: list[Row]) -> list[list[str]]:
     """One line a target: how many programs, and how many of them keep which promise."""
     lines: list[list[str]] = []
     for target in dict.fromkeys(r["target"] for r in rows):
-        found = [r for r in rows if r["target"] == target]
-        hand = [r for r in found if "hand" in r]
+        group = [r for r in rows if r["target"] == target]
+        hand = [r for r in group if "hand" in r]
         reached = [r for r in hand if "error" not in r["at_hand"]]
-        plans = [r["plan"] for r in found if "error" not in r["plan"]]
+        plans = [r["plan"] for r in group if "error" not in r["plan"]]
         figures = (
-            *(len(found), len(hand), len(reached), len(plans)),
+            *(len(group), len(hand), len(reached), len(plans)),
             sum(not is_unused(plan) for plan in plans),
-            sum(not r["failures"] for r in found),
+            sum(not r["failures"] for r in group),
         )
         lines.append([target, *map(str, figures)])
     return lines

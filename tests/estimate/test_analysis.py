@@ -197,10 +197,10 @@ def test_what_is_computed_again_is_so_just_before_it_is_read(platform):
     for layers in (2, 4):
         fun, args = facts.recomputed(layers)
         line = timeline(graph(fun, *args), Compiler(backend_of(platform)))
-        made = set(line.graph.initial_values)
+        defined = set(line.graph.initial_values)
         for op in line.graph.operations:
-            assert made.issuperset(op.inputs)
-            made.update(op.outputs)
+            assert defined.issuperset(op.inputs)
+            defined.update(op.outputs)
         peaks.append(line.peak)
     few, many = peaks
     assert many < few + 16 * 2**20 < 400 * 2**20
@@ -222,10 +222,10 @@ def test_a_gpu_copies_rows_that_its_products_make_into_their_stack(product, comp
     assert peak / 2**20 == pytest.approx(compiled, rel=0.01, abs=1)
 
 
-@pytest.mark.parametrize(("made", "compiled"), [(False, 344), (True, 393)])
-def test_a_gpu_copies_operands_of_a_split_product_one_after_the_other(made, compiled):
+@pytest.mark.parametrize(("chained", "compiled"), [(False, 344), (True, 393)])
+def test_a_gpu_copies_operands_of_a_split_product_one_after_the_other(chained, compiled):
     """MiB of temporaries as compiled, without partial sums, by the same study."""
-    fun, args = facts.product(1024, 50257, made=made)
+    fun, args = facts.product(1024, 50257, chained=chained)
     peak = timeline(graph(fun, *args), Compiler(backend_of("cuda"))).peak
     assert peak / 2**20 == pytest.approx(compiled, rel=0.01)
 
@@ -275,8 +275,8 @@ def test_what_a_tpu_loop_fetches_for_the_next_iteration_is_copied_and_stays_as_w
 
         return program
 
-    near, away = (graph(loop(fetch), weights, x) for fetch in (False, True))
-    (scan,) = (op for op in near.operations if op.primitive == "scan")
+    on_device, away = (graph(loop(fetch), weights, x) for fetch in (False, True))
+    (scan,) = (op for op in on_device.operations if op.primitive == "scan")
     assert Compiler(backend_of("tpu")).relaid_bytes(scan) == 0
     (scan,) = (op for op in away.operations if op.primitive == "scan")
     assert Compiler(backend_of("tpu")).relaid_bytes(scan) == size
@@ -327,12 +327,12 @@ def test_padding_of_images():
 
     shapes = ((16, 224, 224, 3), (7, 7, 3, 64))
     step = graph(program, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
-    made = {op.primitive: op.outputs[0] for op in step.operations}
-    plain = {name: step.values[v].bytes for name, v in made.items()}
+    outputs = {op.primitive: op.outputs[0] for op in step.operations}
+    plain = {name: step.values[v].bytes for name, v in outputs.items()}
     tpu, cuda = (stored_sizes(step, Compiler(backend_of(platform))) for platform in ("tpu", "cuda"))
     for name in ("conv_general_dilated", "max", "reduce_window_max"):
-        assert tpu[made[name]] == 2 * plain[name] == 2 * cuda[made[name]]
-    assert tpu[made["reshape"]] == plain["reshape"]
+        assert tpu[outputs[name]] == 2 * plain[name] == 2 * cuda[outputs[name]]
+    assert tpu[outputs["reshape"]] == plain["reshape"]
 
 
 def test_cost_of_products_convolutions_and_the_rest():
@@ -483,26 +483,26 @@ def unit(w, x, key, index):
 
 def of_unit():
     args = jnp.ones((16, 16)), jnp.ones((16, 16)), jax.random.key(0), jnp.arange(16)[::-1]
-    found = trace(jax.grad(lambda w, *rest: unit(w, *rest).sum()), *args)
-    return {r.name: r for r in residuals(found.regions[0], TARGET)}
+    step_trace = trace(jax.grad(lambda w, *rest: unit(w, *rest).sum()), *args)
+    return {r.name: r for r in residuals(step_trace.regions[0], TARGET)}
 
 
 def test_residuals_know_where_they_come_from():
-    found = of_unit()
-    projected, tanh = found["unit/projected"], found["unit/tanh"]
+    by_name = of_unit()
+    projected, tanh = by_name["unit/projected"], by_name["unit/tanh"]
     assert projected.producer == "dot_general"
-    assert "unit/dot_general" not in found  # the same buffer, under the user's name
+    assert "unit/dot_general" not in by_name  # the same buffer, under the user's name
     assert (projected.shape, projected.dtype, projected.bytes) == ((16, 16), "float32", KIB)
     assert projected.sources == ("unit/input", "unit/input_1")
-    assert not set(projected.sources) & set(found)  # weights and inputs are no residuals
+    assert not set(projected.sources) & set(by_name)  # weights and inputs are no residuals
     assert not projected.needed  # only through tanh
-    assert found["unit/exp"].needed
+    assert by_name["unit/exp"].needed
     assert tanh.sources == ("unit/projected",)
     assert "unit/tanh" in projected.consumers
     assert tanh.seconds > 0
-    assert {found[name].dtype for name in found if "bernoulli/lt" in name} == {"bool"}
-    order = list(found)
-    pairs = [(s, r.name) for r in found.values() for s in r.sources if s in found]
+    assert {by_name[name].dtype for name in by_name if "bernoulli/lt" in name} == {"bool"}
+    order = list(by_name)
+    pairs = [(s, r.name) for r in by_name.values() for s in r.sources if s in by_name]
     assert all(order.index(source) < order.index(name) for source, name in pairs)
 
 
@@ -514,22 +514,22 @@ def test_residuals_in_a_loop_carry_their_count():
         return jax.lax.scan(body, x, jax.random.split(jax.random.key(0), 6))[0].sum()
 
     (region,) = trace(jax.grad(loss), jnp.ones((16, 16)), jnp.ones((16, 16))).regions
-    found = {r.name: r for r in residuals(region, TARGET)}
+    by_name = {r.name: r for r in residuals(region, TARGET)}
     single = of_unit()["unit/tanh"]
-    looped = found["unit/tanh"]
+    looped = by_name["unit/tanh"]
     assert (looped.count, looped.bytes, looped.loops) == (6, 6 * single.bytes, 1)
     assert looped.seconds == pytest.approx(6 * single.seconds)
 
 
 def test_items_of_a_step():
-    found = tuple(of_unit().values())
-    items = items_of(found, resolve("cpu"), 1e9, Pins({"unit/tanh": "save"}))
+    priced = tuple(of_unit().values())
+    items = items_of(priced, resolve("cpu"), 1e9, Pins({"unit/tanh": "save"}))
     names = [item.name for item in items.problem.items]
     assert "unit/tanh" not in names
     assert not any(item.moves for item in items.problem.items)
     decisions = items.decisions([Decision.RECOMPUTE] * len(names))
     assert decisions["unit/tanh"] is Decision.SAVE
-    assert set(decisions) == {r.name for r in found}
+    assert set(decisions) == {r.name for r in priced}
 
 
 def test_equal_layers_share_a_row():
@@ -538,8 +538,8 @@ def test_equal_layers_share_a_row():
             x = unit(w, x, jax.random.key(i), jnp.arange(16))
         return x.sum()
 
-    found = trace(jax.grad(loss), jnp.ones((16, 16)), jnp.ones((16, 16)))
-    every = [r for region in found.regions for r in residuals(region, TARGET)]
+    step_trace = trace(jax.grad(loss), jnp.ones((16, 16)), jnp.ones((16, 16)))
+    every = [r for region in step_trace.regions for r in residuals(region, TARGET)]
     decisions = dict.fromkeys((r.name for r in every), Decision.RECOMPUTE)
     table = {row.name: row for row in rows(every, decisions)}
     row = table["unit_*/tanh"]
@@ -566,8 +566,8 @@ def test_branches_that_meet_again_are_priced_once():
 
         unit = jdelta.remat(lambda w, x: f(x @ w))
         shape = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-        found = trace(jax.grad(lambda w, x: jnp.sum(unit(w, x))), shape, shape)
-        (region,) = found.regions
+        step_trace = trace(jax.grad(lambda w, x: jnp.sum(unit(w, x))), shape, shape)
+        (region,) = step_trace.regions
         return next(r.seconds for r in residuals(region, resolve("cpu")) if r.producer == "tanh")
 
     one, ten = priced(1), priced(11)
@@ -585,8 +585,8 @@ def test_parts_of_a_value_are_priced_apart():
     w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 192), (64, 64)))
     where = published("cuda:h100")
     (region,) = trace(jax.grad(lambda w, x: jnp.sum(unit(w, x))), w, x).regions
-    found = residuals(region, where)
-    product, *parts = [r for r in found if r.shape in ((64, 192), (64, 64))][:4]
+    priced = residuals(region, where)
+    product, *parts = [r for r in priced if r.shape in ((64, 192), (64, 64))][:4]
     assert [r.sources for r in parts] == [(product.name,)] * 3
     times = [r.seconds * where.rates.bandwidth / r.bytes for r in parts]
     assert times == pytest.approx([2.0] * 3)
@@ -599,13 +599,13 @@ def test_constants_of_calls_in_a_loop_are_no_inputs_of_its_body():
     graph = graph_of(jax.make_jaxpr(jax.grad(solve))(jnp.eye(4), jnp.ones((2, 4))))
 
     def constants(graph):
-        found = len(graph.constants)
+        count = len(graph.constants)
         for op in graph.operations:
             for body in op.bodies:
-                found += constants(body)
+                count += constants(body)
                 if op.primitive == "scan":
                     assert len(body.inputs) == len(op.inputs)
-        return found
+        return count
 
     assert constants(graph)
     assert timeline(graph, Compiler(backend_of("tpu"))).peak > 0
@@ -623,8 +623,8 @@ def test_what_is_made_of_an_array_that_a_call_holds_has_a_name_too():
 
     args = 0.1 * jnp.eye(256), jnp.ones((64, 256))
     plan = jdelta.plan(step, None, *args, pin={"*/exp": "recompute"})
-    made = [d for name, d in plan.decisions.items() if name.endswith("/exp")]
-    assert made == [Decision.RECOMPUTE] * 2
+    decisions = [d for name, d in plan.decisions.items() if name.endswith("/exp")]
+    assert decisions == [Decision.RECOMPUTE] * 2
     assert jnp.allclose(plan.jit()(*args), step(*args), rtol=1e-6)
 
 
@@ -646,8 +646,8 @@ def in_loop(target, width=16):
 
 def passes(target):
     """How often the bytes of a loop's residuals are moved for keeping them, by what makes them."""
-    found = {r.producer: r for r in in_loop(target)}
-    return {p: r.holding * target.rates.bandwidth / r.bytes for p, r in found.items()}
+    by_producer = {r.producer: r for r in in_loop(target)}
+    return {p: r.holding * target.rates.bandwidth / r.bytes for p, r in by_producer.items()}
 
 
 def test_gpus_pay_for_what_their_loops_keep():
@@ -671,8 +671,8 @@ def test_loops_write_for_the_backward_pass_what_nothing_else_would():
 def residuals_unrolled(target):
     shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     layer = jdelta.remat(lambda w, x: jnp.tanh(x @ w))
-    found = trace(jax.grad(lambda w, x: jnp.sum(layer(w, layer(w, x)))), shape, shape)
-    return [r for region in found.regions for r in residuals(region, target)]
+    step_trace = trace(jax.grad(lambda w, x: jnp.sum(layer(w, layer(w, x)))), shape, shape)
+    return [r for region in step_trace.regions for r in residuals(region, target)]
 
 
 def test_copies_in_loops_are_worth_it_for_wide_products_only():
