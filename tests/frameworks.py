@@ -198,11 +198,11 @@ def keras(rows, width, *, scan=False, remat=identity):
     assert remat is identity
     os.environ["KERAS_BACKEND"] = "jax"
     keras = importlib.import_module("keras")
-    x = given = keras.Input((width,))
+    x = inputs = keras.Input((width,))
     for _ in range(LAYERS):
         h = keras.layers.Dense(width, activation="gelu")(x)
         x = keras.layers.Add()([x, keras.layers.Dense(width, activation="tanh")(h)])
-    model = keras.Model(given, x)
+    model = keras.Model(inputs, x)
     fixed = [v.value for v in model.non_trainable_variables]
 
     def step(ws, x):
@@ -232,8 +232,8 @@ def penzai(rows, width, *, scan=False, remat=identity):
         inside = [up, pz.nn.Elementwise(jax.nn.gelu), down, pz.nn.Elementwise(jnp.tanh)]
         return pz.nn.Residual(pz.nn.Sequential(inside))
 
-    whole = pz.nn.Sequential([block(i) for i in range(LAYERS)])
-    model, frozen = pz.unbind_params(whole, freeze=True)
+    network = pz.nn.Sequential([block(i) for i in range(LAYERS)])
+    model, frozen = pz.unbind_params(network, freeze=True)
 
     def step(ws, x):
         def loss(ws):

@@ -78,16 +78,16 @@ def step(gpu, store, run, *, rows, sizes, rounds=1):
     time moves something else.
     """
     data = [gpu.memory(size) for size in sizes]
-    for again in range(rounds):  # micro-batches
+    for batch in range(rounds):  # micro-batches
         for row in range(rows):
             for slot, (at, size) in enumerate(zip(data, sizes, strict=True)):
-                gpu.compute(at, size, seed(run, again, row, slot))
+                gpu.compute(at, size, seed(run, batch, row, slot))
                 gpu.write(store, run, slot, at, size)
         for at, size in zip(data, sizes, strict=True):
             gpu.compute(at, size, 0)
         for row, slot in itertools.product(reversed(range(rows)), range(len(sizes))):
             gpu.read(store, run, slot, data[slot], sizes[slot])
-            gpu.compare(data[slot], sizes[slot], seed(run, again, row, slot))
+            gpu.compare(data[slot], sizes[slot], seed(run, batch, row, slot))
             gpu.compute(data[slot], sizes[slot], 1)
     gpu.wait()
     return gpu.wrong.value

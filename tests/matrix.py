@@ -51,19 +51,19 @@ def small(framework, scan, marks):
     """The step's regions, and whether its results under a plan equal the plain step's."""
     step, args = STEPS[framework](64, 32, scan=scan, remat=MARKS[marks])
     plain, plain_args = STEPS[framework](64, 32, scan=scan)
-    found, decisions = planned(step, 0.4, *args)
-    got, expected = jax.jit(under(found, decisions, step))(*args), jax.jit(plain)(*plain_args)
+    step_trace, decisions = planned(step, 0.4, *args)
+    got, expected = jax.jit(under(step_trace, decisions, step))(*args), jax.jit(plain)(*plain_args)
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     same = all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
     dropped = jdelta.Decision.RECOMPUTE in decisions.values()
     kept = jdelta.Decision.SAVE in decisions.values()
-    return regions(found), "yes" if same and dropped and kept else "no"
+    return regions(step_trace), "yes" if same and dropped and kept else "no"
 
 
-def regions(found):
+def regions(step_trace):
     """How many there are, and how often one in a loop runs."""
-    (times,) = {region.nest.trips for region in found.regions}
-    count = len(found.regions)
+    (times,) = {region.nest.trips for region in step_trace.regions}
+    count = len(step_trace.regions)
     return str(count) if times == 1 else f"{count} in a loop of {times}"
 
 

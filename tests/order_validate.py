@@ -51,8 +51,8 @@ def _memory(problem: Problem, order: Sequence[int], peak: int, offsets: Sequence
                 span = range(offsets[t], offsets[t] + tensor.bytes)
                 wrong += [
                     f"tensors {other} and {t} share bytes at operator {index}"
-                    for other, there in taken.items()
-                    if span.start < there.stop and there.start < span.stop
+                    for other, other_span in taken.items()
+                    if span.start < other_span.stop and other_span.start < span.stop
                 ]
                 taken[t] = span
         highest = max(highest, sum(map(len, taken.values())))

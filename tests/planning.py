@@ -18,21 +18,21 @@ from jdelta._src.solver import Knapsack
 def planned(step, share, *args, grouping=AS_WRITTEN):
     """The step's regions, and decisions that keep `share` of all residual bytes."""
     target = resolve("tpu:v5e:2x2")
-    found = trace(step, *args, grouping=grouping)
-    priced = [r for region in found.regions for r in residuals(region, target)]
+    step_trace = trace(step, *args, grouping=grouping)
+    priced = [r for region in step_trace.regions for r in residuals(region, target)]
     items = items_of(priced, target, 0.0, NO_PINS)
     capacity = share * sum(item.bytes for item in items.problem.items if item.needed)
     problem = dataclasses.replace(items.problem, capacity=capacity)
-    return found, items.decisions(Knapsack().solve(problem).decisions)
+    return step_trace, items.decisions(Knapsack().solve(problem).decisions)
 
 
 def decided(step, decide, *args):
     """The step's regions, and what becomes of each residual, as `decide` says for each of them."""
     target = resolve("tpu:v5e:2x2")
-    found = trace(step, *args)
-    priced = [r for region in found.regions for r in residuals(region, target)]
+    step_trace = trace(step, *args)
+    priced = [r for region in step_trace.regions for r in residuals(region, target)]
     items = items_of(priced, target, math.inf, NO_PINS)
-    return found, priced, items.decisions([decide(i, r) for i, r in enumerate(priced)])
+    return step_trace, priced, items.decisions([decide(i, r) for i, r in enumerate(priced)])
 
 
 def asking(plan, **other):
@@ -40,12 +40,14 @@ def asking(plan, **other):
     return dataclasses.replace(plan, question=dataclasses.replace(plan.question, **other))
 
 
-def under(found, decisions, fun):
+def under(step_trace, decisions, fun):
     """`fun` with its regions following the decisions."""
-    policy = Policy.of(decisions, found.loops, TPU, together=found.together)
+    policy = Policy.of(decisions, step_trace.loops, TPU, together=step_trace.together)
 
     def run(*args):
-        session = Session(policy, found.aliases, automatic=found.automatic, grouping=found.grouping)
+        session = Session(
+            policy, step_trace.aliases, automatic=step_trace.automatic, grouping=step_trace.grouping
+        )
         with tracing(session, *args):
             return fun(*args)
 

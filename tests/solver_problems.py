@@ -38,7 +38,7 @@ def ways(item: Item) -> list[Decision]:
     return [SAVE_, RECOMPUTE_, *(move.to for move in item.moves)]
 
 
-def held(problem: Problem, decisions: tuple[Decision, ...]) -> tuple[float, ...]:
+def usage(problem: Problem, decisions: tuple[Decision, ...]) -> tuple[float, ...]:
     """Bytes on the device, and in each memory."""
     pairs = list(zip(problem.items, decisions, strict=True))
     device = math.fsum(item.bytes for item, d in pairs if d is SAVE_)
@@ -52,7 +52,7 @@ def brute(problem: Problem) -> float:
     best = math.inf
     for decisions in states(problem):
         capacities = (problem.capacity, *(memory.capacity for memory in problem.memories))
-        used = zip(held(problem, decisions), capacities, strict=True)
+        used = zip(usage(problem, decisions), capacities, strict=True)
         if all(taken <= capacity for taken, capacity in used):
             best = min(best, problem.overhead(decisions))
     return best
@@ -125,10 +125,10 @@ def problems(draw: st.DrawFn, most: int = 7, link: bool = True, hold: bool = Tru
             Move(to, draw(AMOUNTS), draw(AMOUNTS), size, draw(bare)) for to in AWAY if to in used
         ]
         needed = draw(st.integers(0, 3)) > 0
-        again = draw(AMOUNTS)
+        seconds = draw(AMOUNTS)
         holding = draw(AMOUNTS) if hold and size and draw(st.booleans()) else 0.0
         before = tuple(sorted(sources))
-        items.append(Item(f"x{index}", size, again, before, needed, tuple(moves), holding))
+        items.append(Item(f"x{index}", size, seconds, before, needed, tuple(moves), holding))
     total = sum(item.bytes for item in items)
     hidden = st.sampled_from([0.0, 1.5, 4.0])
     room = st.sampled_from([math.inf, total / 2, total / 5])

@@ -21,9 +21,9 @@ def validate(problem: Problem, solution: Solution) -> list[str]:
     Returns:
         One sentence for each fault, naming what was expected and what came; empty if there is none.
     """
-    given, expected = len(solution.decisions), len(problem.items)
-    if given != expected:
-        return [f"there are {expected} items, but {given} decisions"]
+    actual, expected = len(solution.decisions), len(problem.items)
+    if actual != expected:
+        return [f"there are {expected} items, but {actual} decisions"]
     return [
         *_forbidden(problem, solution),
         *_overfull(problem, solution),
@@ -33,13 +33,13 @@ def validate(problem: Problem, solution: Solution) -> list[str]:
 
 def _forbidden(problem: Problem, solution: Solution) -> list[str]:
     """Items in a memory that they have no way to, or that is not there."""
-    there = {memory.decision for memory in problem.memories} | {Decision.SAVE, Decision.RECOMPUTE}
+    tiers = {memory.decision for memory in problem.memories} | {Decision.SAVE, Decision.RECOMPUTE}
     stay = {Decision.SAVE, Decision.RECOMPUTE}
     return [
         f"the decision for item {item.name!r} is {decision.value}, but it may only be "
         f"{', '.join(d.value for d in Decision if d in allowed)}"
         for item, decision in zip(problem.items, solution.decisions, strict=True)
-        if decision not in (allowed := there & (stay | {move.to for move in item.moves}))
+        if decision not in (allowed := tiers & (stay | {move.to for move in item.moves}))
     ]
 
 
@@ -49,26 +49,26 @@ def _overfull(problem: Problem, solution: Solution) -> list[str]:
         (Decision.SAVE, problem.capacity),
         *((t.decision, t.capacity) for t in problem.memories),
     ]
-    held = _bytes(problem, solution)
+    totals = _bytes(problem, solution)
     return [
-        f"{held[d]} bytes have the decision {d.value}, above the capacity of {capacity} bytes"
+        f"{totals[d]} bytes have the decision {d.value}, above the capacity of {capacity} bytes"
         for d, capacity in used
-        if not held[d] <= capacity
+        if not totals[d] <= capacity
     ]
 
 
 def _figures(problem: Problem, solution: Solution) -> list[str]:
     """Figures of the solution that differ from what its decisions give."""
-    held = _bytes(problem, solution)
+    totals = _bytes(problem, solution)
     if len(solution.moved_bytes) != len(problem.memories):
         return [
             f"there are {len(problem.memories)} memories, but moved_bytes {solution.moved_bytes}"
         ]
     figures = [
         ("overhead", solution.overhead, _seconds(problem, solution)),
-        ("kept_bytes", solution.kept_bytes, held[Decision.SAVE]),
+        ("kept_bytes", solution.kept_bytes, totals[Decision.SAVE]),
         *(
-            (f"moved_bytes ({memory.decision.value})", said, held[memory.decision])
+            (f"moved_bytes ({memory.decision.value})", said, totals[memory.decision])
             for memory, said in zip(problem.memories, solution.moved_bytes, strict=True)
         ),
     ]
@@ -81,21 +81,21 @@ def _figures(problem: Problem, solution: Solution) -> list[str]:
 
 def _bytes(problem: Problem, solution: Solution) -> dict[Decision, float]:
     """Bytes in each memory, by the decision that puts an item there."""
-    held: dict[Decision, list[float]] = {decision: [] for decision in Decision}
+    by_decision: dict[Decision, list[float]] = {decision: [] for decision in Decision}
     for item, decision in zip(problem.items, solution.decisions, strict=True):
         sizes = {move.to: move.bytes for move in item.moves}
-        held[decision].append(sizes.get(decision, item.bytes))
-    return {decision: math.fsum(sizes) for decision, sizes in held.items()}
+        by_decision[decision].append(sizes.get(decision, item.bytes))
+    return {decision: math.fsum(sizes) for decision, sizes in by_decision.items()}
 
 
 def _seconds(problem: Problem, solution: Solution) -> float:
     """Seconds added to the step: exposed transfers, what is computed again, what saving costs."""
     pairs = zip(problem.items, solution.decisions, strict=True)
-    held = [item.holding for item, decision in pairs if decision is Decision.SAVE]
+    holding = [item.holding for item, decision in pairs if decision is Decision.SAVE]
     spared = [-item.holding for item in problem.items if item.needed]
-    again = [problem.items[index].seconds for index in _again(problem, solution)]
+    recompute = [problem.items[index].seconds for index in _again(problem, solution)]
     exposed = [_exposed(problem, solution, memory) for memory in problem.memories]
-    return math.fsum((*held, *spared, *again, *exposed))
+    return math.fsum((*holding, *spared, *recompute, *exposed))
 
 
 def _exposed(problem: Problem, solution: Solution, memory: Memory) -> float:
@@ -115,10 +115,10 @@ def _exposed(problem: Problem, solution: Solution, memory: Memory) -> float:
 def _again(problem: Problem, solution: Solution) -> set[int]:
     """Indices of the dropped items that some value read in the backward pass cannot do without."""
     wanted = [index for index, item in enumerate(problem.items) if item.needed]
-    found: set[int] = set()
+    dropped: set[int] = set()
     while wanted:
         index = wanted.pop()
-        if solution.decisions[index] is Decision.RECOMPUTE and index not in found:
-            found.add(index)
+        if solution.decisions[index] is Decision.RECOMPUTE and index not in dropped:
+            dropped.add(index)
             wanted.extend(problem.items[index].sources)
-    return found
+    return dropped

@@ -28,9 +28,9 @@ def kept(loss, *args):
     linear = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.linearize(loss, *args)[1]))(*args)
     program = _jax.open_jaxpr(linear)
     maker = {eqn.outvars[0]: eqn for eqn in program.eqns if eqn.outvars}
-    found = set()
+    values = set()
     for var in filter(_jax.is_var, program.outvars):
         while var in maker and maker[var].primitive.name == "reduce_precision":
             (var,) = maker[var].invars
-        found.add((var, _jax.named_value(maker[var]) or "" if var in maker else ""))
-    return sorted((str(v.aval), str(v.aval.memory_space), name) for v, name in found)
+        values.add((var, _jax.named_value(maker[var]) or "" if var in maker else ""))
+    return sorted((str(v.aval), str(v.aval.memory_space), name) for v, name in values)

@@ -141,9 +141,9 @@ def test_the_list_has_every_study_and_what_it_asks(capsys):
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_row_is_of_a_program_of_its_study(name):
-    made = STUDIES[name]
-    labels = {job.label for job in made.jobs()}
-    for row in made.rows():
+    spec = STUDIES[name]
+    labels = {job.label for job in spec.jobs()}
+    for row in spec.rows():
         assert row["step"] in labels
         assert "jax" in row
         assert "commit" in row or name == "transfers"  # some of its rows are older than the field
@@ -169,8 +169,8 @@ def test_plain_peaks_of_one_label_agree():
             if plain:
                 peaks.setdefault((r["step"], r["target"]), []).append(plain)
     assert len(peaks) > 20
-    for found in peaks.values():
-        assert max(found) < 1.02 * min(found)  # what revisions make of it
+    for values in peaks.values():
+        assert max(values) < 1.02 * min(values)  # what revisions make of it
 
 
 def test_a_table_says_at_which_revisions_its_rows_were_made():
@@ -230,8 +230,8 @@ def test_the_zoo_names_what_is_not_right(monkeypatch):
     assert "fit" in unused["result"]
     assert programs.is_unused(unused)
     assert not programs.is_unused({**unused, "result": f"{NEXT_IS_TOO_LARGE}: with a kept too"})
-    late = {**refused, "seconds": 2.0, "xla": 1.0}
-    rows = [r, {**r, "plan": late, "failures": ["refused"]}]
+    slow_refusal = {**refused, "seconds": 2.0, "xla": 1.0}
+    rows = [r, {**r, "plan": slow_refusal, "failures": ["refused"]}]
     assert f"| {name} | cpu | refused |" in programs.tables(rows)
 
 
@@ -426,9 +426,9 @@ def test_the_rule_written_out_twice(bandwidth):
         [0.02 + 0.01 * (k % 2) for k in range(12)],
     )
     scopes = [Scope(f"{k}", *both) for k, both in enumerate(zip(sizes, seconds, strict=True))]
-    found = spill.predicted_scopes(sizes, seconds, bandwidth)
-    assert found == hidden_scopes(scopes, bandwidth, math.inf)
-    assert found > 0
+    count = spill.predicted_scopes(sizes, seconds, bandwidth)
+    assert count == hidden_scopes(scopes, bandwidth, math.inf)
+    assert count > 0
 
 
 def test_copies_to_the_pool_have_rates(monkeypatch):
@@ -468,8 +468,8 @@ def test_order_of_a_compiled_step(tmp_path, monkeypatch):
     monkeypatch.setitem(order.STEPS, "tiny batch 8, Adam", {"model": "tiny", "batch": 8})
     job = {"step": "tiny batch 8, Adam", "target": "cpu"}
     rows = [{**job, **compiled_order.row(**job, directory=str(tmp_path))} for _ in range(2)]
-    first, again = ({**r, "order_seconds": 0} for r in rows)
-    assert first == again, "read from what was kept"
+    first, second = ({**r, "order_seconds": 0} for r in rows)
+    assert first == second, "read from what was kept"
     assert first["bound"] <= first["peak"] <= first["xla_peak"]
     refused = {**job, **order.STEPS[job["step"]], "step_peak": 1, "refused": True}
     table = compiled_order.tables([*rows, refused])
@@ -534,13 +534,13 @@ def test_turns_times_policies_and_plans(tmp_path, monkeypatch):
     planned = turns.make_plans("policies", "tiny", "cpu", tmp_path)
     job = {"what": "policies", "step": "tiny"}
     r = {**job, **turns.row(**job, target="cpu", plans=tmp_path, rounds=2)}
-    found = {f["variant"]: f for f in r["programs"]}
+    by_variant = {f["variant"]: f for f in r["programs"]}
     assert (*planned,) == variants[2:]
-    assert (*found,) == variants
-    assert all(len(f["seconds"]) == 2 for f in found.values())
-    assert all(f["loss"] == pytest.approx(found["plain"]["loss"]) for f in found.values())
-    assert found[variants[2]]["compiled_peak"] == planned[variants[2]]["compiled_peak"]
-    assert [turns.cells(r, found[v])[-1] == "" for v in variants] == [True, True, False]
+    assert (*by_variant,) == variants
+    assert all(len(f["seconds"]) == 2 for f in by_variant.values())
+    assert all(f["loss"] == pytest.approx(by_variant["plain"]["loss"]) for f in by_variant.values())
+    assert by_variant[variants[2]]["compiled_peak"] == planned[variants[2]]["compiled_peak"]
+    assert [turns.cells(r, by_variant[v])[-1] == "" for v in variants] == [True, True, False]
     other = next(iter(tmp_path.iterdir()))
     other.write_text(other.read_text().replace('"target": "cpu"', '"target": "cuda:h100"'))
     with pytest.raises(TargetError, match="make plans for the device that is"):

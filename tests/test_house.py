@@ -45,7 +45,7 @@ def room_of(module: str) -> str:
 def imported(module: str) -> frozenset[str]:
     """The modules of jdelta that a module imports, wherever in it, for types only too."""
 
-    def found() -> Iterator[str]:
+    def names() -> Iterator[str]:
         for node in ast.walk(ast.parse(MODULES[module].read_text("utf-8"))):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
@@ -55,7 +55,7 @@ def imported(module: str) -> frozenset[str]:
                     inner = f"{node.module}.{alias.name}"
                     yield inner if inner in MODULES else str(node.module)
 
-    return frozenset(name for name in found() if name in MODULES and name != module)
+    return frozenset(name for name in names() if name in MODULES and name != module)
 
 
 def test_jdelta_holds_what_users_and_python_ask_for():
@@ -64,8 +64,8 @@ def test_jdelta_holds_what_users_and_python_ask_for():
 
 
 def test_every_module_is_in_a_room():
-    found = {path.stem for path in (ROOT / "_src").iterdir()} - {"__pycache__", "__init__"}
-    assert found == {*LEAVES, *PACKAGES}
+    names = {path.stem for path in (ROOT / "_src").iterdir()} - {"__pycache__", "__init__"}
+    assert names == {*LEAVES, *PACKAGES}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -77,13 +77,13 @@ def test_imports_come_from_rooms_above(module):
 
 def test_no_module_imports_itself_by_way_of_others():
     def reached(module: str) -> set[str]:
-        found: set[str] = set()
+        modules: set[str] = set()
         todo = [module]
         while todo:
-            new = imported(todo.pop()) - found
-            found |= new
+            new = imported(todo.pop()) - modules
+            modules |= new
             todo.extend(new)
-        return found
+        return modules
 
     assert [module for module in MODULES if module in reached(module)] == []
 

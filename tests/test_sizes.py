@@ -14,7 +14,7 @@ from jdelta._src.sizes import (
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("budget", "expected"),
     [
         (4096, Budget(bytes=4096)),
         ("14gib", Budget(bytes=14 * 2**30)),
@@ -38,12 +38,12 @@ from jdelta._src.sizes import (
         ("2e9", Budget(bytes=2 * 10**9)),
     ],
 )
-def test_what_is_understood(given, expected):
-    assert parse_budget(given) == expected
+def test_what_is_understood(budget, expected):
+    assert parse_budget(budget) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("budget", "says"),
     [
         (0, "above zero"),
         (16, "did you mean '16GiB'"),
@@ -65,9 +65,9 @@ def test_what_is_understood(given, expected):
         ([1], "expected bytes"),
     ],
 )
-def test_what_is_refused_says_why(given, says):
+def test_what_is_refused_says_why(budget, says):
     with pytest.raises(BudgetError, match=says):
-        parse_budget(given)
+        parse_budget(budget)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_bytes(size, text):
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("seconds", "text"),
     [
         (2.0, "2 s"),
         (0.0123, "12.3 ms"),
@@ -95,8 +95,8 @@ def test_bytes(size, text):
         (0.0, "0 µs"),
     ],
 )
-def test_seconds(given, text):
-    assert format_seconds(given) == text
+def test_seconds(seconds, text):
+    assert format_seconds(seconds) == text
 
 
 def test_arrays():

@@ -53,9 +53,9 @@ def together(*each):
         except Exception as error:
             return error
 
-    made = [Job(range(len(each)), here) for here in range(len(each))]
+    members = [Job(range(len(each)), here) for here in range(len(each))]
     with ThreadPoolExecutor(len(each)) as pool:
-        return list(pool.map(run, zip(made, each, strict=True)))
+        return list(pool.map(run, zip(members, each, strict=True)))
 
 
 def fails(error):
@@ -73,8 +73,8 @@ def test_all_plan_with_the_least_and_with_the_rates_of_the_first(service):
     inf = float("inf")
     first = Terms(Budget(bytes=100), inf, RATES, SpillRates(5.0, 2.0))
     second = Terms(Budget(bytes=80), 60.0, SLOW, SpillRates(3.0, 4.0))
-    found = together(agrees(first), agrees(second))
-    assert found == [Terms(Budget(bytes=80), 60.0, RATES, SpillRates(3.0, 2.0))] * 2
+    terms = together(agrees(first), agrees(second))
+    assert terms == [Terms(Budget(bytes=80), 60.0, RATES, SpillRates(3.0, 2.0))] * 2
     assert all("/7/terms/" in key for key in service)
 
 
@@ -208,7 +208,7 @@ def test_two_processes_plan_train_save_and_go_on_under_another_plan(tmp_path):
     ended = jobs.run(JOB, [[tmp_path / "state"]] * 2)
     assert [status for status, *_ in ended] == [0, 0], ended
     first, second = (json.loads(output.splitlines()[-1]) for _, output, _ in ended)
-    failures = [found.pop("failure") for found in (first, second)]
+    failures = [result.pop("failure") for result in (first, second)]
     assert first == second
     assert first["losses"] == pytest.approx(first["plain"], rel=1e-5)
     assert first["budgets"][0] > first["budgets"][1]

@@ -16,21 +16,21 @@ def test_the_largest_size_is_bracketed(most, step):
         tried.append(size)
         return size <= most
 
-    found = bisected(fits, step=step)
-    assert most - max(step, most // RESOLUTION + step - 1) < found + 1 <= most + 1
-    assert found % step == 0
+    largest = bisected(fits, step=step)
+    assert most - max(step, most // RESOLUTION + step - 1) < largest + 1 <= most + 1
+    assert largest % step == 0
     assert len(set(tried)) == len(tried)
-    assert bisected(fits, low=found, step=step) == found
+    assert bisected(fits, low=largest, step=step) == largest
 
 
 def test_the_plan_of_the_largest_batch():
-    found = jdelta.largest(small.step, small.make_args, "8MiB", overhead=None, step=64)
-    assert found.plan is not None
-    assert found.plan.compiled_peak <= 8 * 2**20
-    again = jdelta.plan(small.step, "8MiB", *small.make_args(found.size))
-    assert again == found.plan
+    largest = jdelta.largest(small.step, small.make_args, "8MiB", overhead=None, step=64)
+    assert largest.plan is not None
+    assert largest.plan.compiled_peak <= 8 * 2**20
+    plan = jdelta.plan(small.step, "8MiB", *small.make_args(largest.size))
+    assert plan == largest.plan
     cheap = jdelta.largest(small.step, small.make_args, "8MiB", overhead=0.0, step=64)
-    assert 0 < cheap.size < found.size
+    assert 0 < cheap.size < largest.size
     assert cheap.plan is not None
     assert cheap.plan.overhead == 0
 

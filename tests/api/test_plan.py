@@ -178,9 +178,9 @@ def test_default_budget_is_the_memory_of_the_target():
 
 
 def test_plans_are_values(half):
-    again = jdelta.plan(step, 0.5, *arguments(), donate_argnums=0)
-    assert again.policy == half.policy
-    assert hash(again.policy) == hash(half.policy)
+    second = jdelta.plan(step, 0.5, *arguments(), donate_argnums=0)
+    assert second.policy == half.policy
+    assert hash(second.policy) == hash(half.policy)
     assert {half: 1}[half] == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         half.budget = 3
@@ -303,10 +303,10 @@ def test_bad_budgets(budget, says):
         jdelta.plan(step, budget, *arguments())
 
 
-@pytest.mark.parametrize("given", ["50%", -1, "0 B", "14 parsecs"])
-def test_bad_host_budget(given):
+@pytest.mark.parametrize("host_budget", ["50%", -1, "0 B", "14 parsecs"])
+def test_bad_host_budget(host_budget):
     with pytest.raises(BudgetError, match="host_budget: expected bytes"):
-        jdelta.plan(step, 0.5, *arguments(), host_budget=given)
+        jdelta.plan(step, 0.5, *arguments(), host_budget=host_budget)
 
 
 @pytest.mark.parametrize("fun", [layer, layer.__wrapped__], ids=["marked", "bare"])
@@ -329,9 +329,9 @@ def test_a_step_without_a_gradient_over_its_budget():
     loss, args = functools.partial(loss_fn, layer), arguments()
     with pytest.raises(BudgetError, match=r"arguments .*, results .*largest temporaries.*float32"):
         jdelta.plan(loss, 0.5, *args)
-    found = jdelta.frontier(loss, *args)
-    assert len(found.plans) == 1
-    assert found.floor == found.plans[0].ceiling
+    frontier = jdelta.frontier(loss, *args)
+    assert len(frontier.plans) == 1
+    assert frontier.floor == frontier.plans[0].ceiling
     assert "fits" in str(jdelta.explain_oom(loss, *args))
     assert jdelta.schedule(loss, *args).peak
 

@@ -56,30 +56,30 @@ def test_operators_write_their_results_in_full_where_nothing_is_fused():
     def step(x):
         return jnp.sum(jnp.exp(jnp.sin(x).reshape(1024, 256).T) * 2)
 
-    made = jdelta.schedule(step, shape(512, 512), target="tpu:v5e:2x2", fused=False)
-    assert list(made.operators) == ["sin", "exp", "mul", "reduce_sum"]
-    assert made.timeline == (MIB, 2 * MIB, 2 * MIB, MIB + 4)
-    assert made.peak == made.bound == 2 * MIB
-    assert made.arena == pytest.approx(2 * MIB, abs=4)
-    assert made.resident == MIB
+    schedule = jdelta.schedule(step, shape(512, 512), target="tpu:v5e:2x2", fused=False)
+    assert list(schedule.operators) == ["sin", "exp", "mul", "reduce_sum"]
+    assert schedule.timeline == (MIB, 2 * MIB, 2 * MIB, MIB + 4)
+    assert schedule.peak == schedule.bound == 2 * MIB
+    assert schedule.arena == pytest.approx(2 * MIB, abs=4)
+    assert schedule.resident == MIB
 
 
 def test_fused_operators_write_nothing():
     def step(x):
         return jnp.sum(jnp.exp(jnp.sin(x)) * 2)
 
-    made = jdelta.schedule(step, shape(512, 512), target="tpu:v5e:2x2")
-    assert made.operators == ("reduce_sum",)
-    assert made.peak == 4
+    schedule = jdelta.schedule(step, shape(512, 512), target="tpu:v5e:2x2")
+    assert schedule.operators == ("reduce_sum",)
+    assert schedule.peak == 4
 
 
 def test_results_take_the_place_of_donated_arguments():
     step, state, data = mlp(2, 64, 8, optax.adam(1e-3))
     kept = jdelta.schedule(step, state, data, target="tpu:v5e:2x2")
-    given = jdelta.schedule(step, state, data, target="tpu:v5e:2x2", donate_argnums=0)
+    donated = jdelta.schedule(step, state, data, target="tpu:v5e:2x2", donate_argnums=0)
     results = sum(x.size * 4 for x in jax.tree.leaves(state))
-    assert given.peak < results < kept.peak
-    assert kept.resident == given.resident > results
+    assert donated.peak < results < kept.peak
+    assert kept.resident == donated.resident > results
 
 
 def test_donated_argument_is_read_before_its_place_is_taken():
@@ -108,11 +108,13 @@ def test_donated_argument_is_read_before_its_place_is_taken():
 
 def test_updates_run_early_and_sets_of_gradients_are_never_there_at_once():
     step, state, data = mlp(12, 64, 4, optax.adam(1e-3))
-    made = jdelta.schedule(step, state, data, target="tpu:v5e:2x2", donate_argnums=0, fused=False)
+    schedule = jdelta.schedule(
+        step, state, data, target="tpu:v5e:2x2", donate_argnums=0, fused=False
+    )
     gradients = sum(x.size * 4 for x in jax.tree.leaves(state[0]))
-    assert made.program_peak > 2 * gradients
-    assert made.bound <= made.peak < gradients / 4
-    assert made.arena <= 1.01 * made.peak
+    assert schedule.program_peak > 2 * gradients
+    assert schedule.bound <= schedule.peak < gradients / 4
+    assert schedule.arena <= 1.01 * schedule.peak
 
 
 def test_body_of_a_loop_is_taken_while_the_loop_runs():
@@ -122,9 +124,9 @@ def test_body_of_a_loop_is_taken_while_the_loop_runs():
 
         return jax.lax.scan(body, x, ws)[0]
 
-    made = jdelta.schedule(step, shape(4, 256, 256), shape(256, 256), target="cpu", fused=False)
-    assert made.operators == ("scan",)
-    assert {p.kind: p.bytes for p in made.placements} == {
+    schedule = jdelta.schedule(step, shape(4, 256, 256), shape(256, 256), target="cpu", fused=False)
+    assert schedule.operators == ("scan",)
+    assert {p.kind: p.bytes for p in schedule.placements} == {
         "float32[256,256]": 2**18,
         "inside": 2 * 2**18,
     }
@@ -156,11 +158,11 @@ def test_program_order_needs_what_the_simulation_says(platform):
 
 def test_table_says_what_sets_the_peak():
     step, state, data = mlp(2, 64, 8, optax.adam(1e-3))
-    made = jdelta.schedule(step, state, data, target="tpu:v5e:2x2", donate_argnums=0)
-    text = str(made)
+    schedule = jdelta.schedule(step, state, data, target="tpu:v5e:2x2", donate_argnums=0)
+    text = str(schedule)
     assert "no order needs less than" in text
-    assert made.at_peak[0].operator in text
-    assert sum(p.bytes for p in made.at_peak) == made.peak
+    assert schedule.at_peak[0].operator in text
+    assert sum(p.bytes for p in schedule.at_peak) == schedule.peak
 
 
 def test_same_step_same_schedule():
@@ -179,13 +181,15 @@ def compiled_step(layers, width, batch):
 
 def test_compiled_program_is_compared_with_what_the_compiler_allocates():
     compiled = compiled_step(4, 128, 512)
-    made = jdelta.schedule(compiled)
-    assert made.bound <= made.peak <= made.program_peak
-    assert made.resident == compiled.memory_analysis().argument_size_in_bytes
-    assert made.allocated == pytest.approx(made.program_peak, rel=0.1)
-    assert "over what the compiler's order needs" in str(made)
-    problem, given = compiled_problem(parse(compiled.as_text()))
-    arena = dataclasses.replace(made, peak=made.peak + given, arena=made.arena + given)
+    schedule = jdelta.schedule(compiled)
+    assert schedule.bound <= schedule.peak <= schedule.program_peak
+    assert schedule.resident == compiled.memory_analysis().argument_size_in_bytes
+    assert schedule.allocated == pytest.approx(schedule.program_peak, rel=0.1)
+    assert "over what the compiler's order needs" in str(schedule)
+    problem, argument_bytes = compiled_problem(parse(compiled.as_text()))
+    arena = dataclasses.replace(
+        schedule, peak=schedule.peak + argument_bytes, arena=schedule.arena + argument_bytes
+    )
     assert checked(problem, arena) == []
 
 
@@ -230,11 +234,11 @@ ENTRY %main (w: f32[1024], v: f32[4,1024]) -> (f32[1024], f32[4,1024]) {
 
 def test_buffers_of_a_compiled_program():
     """A loop works in place; host memory, bodies' results and aliased results take nothing."""
-    problem, given = compiled_problem(parse(LOOP))
-    assert given == 0
+    problem, argument_bytes = compiled_problem(parse(LOOP))
+    assert argument_bytes == 0
     row = 4096
-    made = {problem.names[t.maker]: t.bytes for t in problem.tensors}
-    assert made == {"copy": row, "loop": row, "rows": 4 * row}
+    sizes = {problem.names[t.maker]: t.bytes for t in problem.tensors}
+    assert sizes == {"copy": row, "loop": row, "rows": 4 * row}
     order = dict(zip(problem.names, problem.timeline(problem.program).tolist(), strict=True))
     assert order == {
         "arguments": 0,
@@ -253,9 +257,9 @@ def problem_in(text, **changes):
     for line, changed in changes.values():
         assert line in text
         text = text.replace(line, changed)
-    problem, given = compiled_problem(parse(text))
+    problem, argument_bytes = compiled_problem(parse(text))
     sizes = {problem.names[t.maker]: t.bytes for t in problem.tensors}
-    return problem, sizes, given
+    return problem, sizes, argument_bytes
 
 
 FUSION = """HloModule fusion, is_scheduled=true
@@ -300,20 +304,20 @@ ENTRY %main (w: f32[1024], v: f32[1024]) -> f32[1024] {
 
 def test_a_result_is_written_over_a_temporary_in_its_place():
     done = ('custom-call(%b), custom_call_target="c"', "add(%b, %v)")
-    problem, sizes, given = problem_in(DONATED, done=done)
-    assert given == 4096
+    problem, sizes, argument_bytes = problem_in(DONATED, done=done)
+    assert argument_bytes == 4096
     assert sizes == {"arguments": 4096, "a": 2 * 4096, "b": 4096}
     assert [t.kept for t in problem.tensors if t.maker == 2] == [True]
 
 
 def test_a_donated_argument_leaves_room_until_its_result_comes():
-    problem, _, given = problem_in(DONATED)
-    assert given == 4096
-    allocated = (problem.timeline(problem.program) - given).tolist()
+    problem, _, argument_bytes = problem_in(DONATED)
+    assert argument_bytes == 4096
+    allocated = (problem.timeline(problem.program) - argument_bytes).tolist()
     assert allocated == [0, 2 * 4096, 2 * 4096, 4096]
     read = ("custom-call(%b), custom", "custom-call(%b, %w), custom")
-    problem, sizes, given = problem_in(DONATED, read=read)
-    assert given == 0, "the result is written over it by its last reader"
+    problem, sizes, argument_bytes = problem_in(DONATED, read=read)
+    assert argument_bytes == 0, "the result is written over it by its last reader"
     assert sizes == {"a": 2 * 4096, "b": 4096}
 
 
@@ -347,9 +351,9 @@ def test_xla_allocates_what_its_own_order_needs(target, layers, batch):
     where = jdelta._src.backends.target.resolve(target)
     args = where.abstract((state, data))
     lowered = jax.jit(step, donate_argnums=0).trace(*args)
-    made = jdelta.schedule(lowered.lower(lowering_platforms=(where.platform,)).compile())
-    assert made.allocated == pytest.approx(made.program_peak, rel=0.1)
-    assert made.peak <= made.program_peak
+    schedule = jdelta.schedule(lowered.lower(lowering_platforms=(where.platform,)).compile())
+    assert schedule.allocated == pytest.approx(schedule.program_peak, rel=0.1)
+    assert schedule.peak <= schedule.program_peak
 
 
 def test_arena_of_nothing():

@@ -127,11 +127,11 @@ def test_rates_are_measured_once(timed):
 def test_damaged_rates_are_measured_again(timed, tmp_path, damage):
     resolve("cpu")
     (record,) = (tmp_path / "rates").iterdir()
-    whole = record.read_text()
-    record.write_text(damage or whole.replace("8.0", "0.0"))
+    original = record.read_text()
+    record.write_text(damage or original.replace("8.0", "0.0"))
     assert resolve("cpu").rates == RATES
     assert len(timed) == 2
-    assert record.read_text() == whole
+    assert record.read_text() == original
 
 
 def test_published_rates_fill_what_was_not_measured():

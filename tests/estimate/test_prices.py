@@ -37,10 +37,10 @@ def primitives():
     ]
     public = [lax, jax.lax.linalg, jax.extend.core.primitives]
     modules = [*public, *map(importlib.import_module, inner)]
-    found = {
+    names = {
         v.name for module in modules for v in vars(module).values() if isinstance(v, Primitive)
     }
-    return sorted(found - FOREIGN)
+    return sorted(names - FOREIGN)
 
 
 @pytest.mark.parametrize("name", primitives())

@@ -66,7 +66,7 @@ def test_each_buffer_counts_once_where_it_is_made(text, sizes):
 
 
 @pytest.mark.parametrize(
-    ("planned", "there", "missing"),
+    ("planned", "buffer_sizes", "missing"),
     [
         ({}, (), []),
         ({"a": 4, "b": 4}, (8,), []),  # slots of one array
@@ -78,8 +78,8 @@ def test_each_buffer_counts_once_where_it_is_made(text, sizes):
         ({"a": 4}, (), ["a"]),
     ],
 )
-def test_every_name_has_a_place_of_its_own(planned, there, missing):
-    assert without_place(planned, there) == missing
+def test_every_name_has_a_place_of_its_own(planned, buffer_sizes, missing):
+    assert without_place(planned, buffer_sizes) == missing
 
 
 @pytest.mark.compiler

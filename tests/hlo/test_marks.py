@@ -39,7 +39,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 @pytest.mark.parametrize(
-    ("once", "again", "undone"),
+    ("once", "recomputed", "undone"),
     [
         ({"h/tanh"}, {"h/cos"}, ()),
         ({"h/cos"}, {"h/tanh"}, ("h/cos", "h/tanh")),
@@ -48,8 +48,8 @@ ENTRY %main (x: f32[8]) -> f32[8] {
         (set(), {"h/shared", "h/folded"}, ()),  # stands for several; is not there
     ],
 )
-def test_fates_of_names_in_a_program(once, again, undone):
-    assert Computed(frozenset(once), frozenset(again)).undone(PROGRAM) == undone
+def test_fates_of_names_in_a_program(once, recomputed, undone):
+    assert Computed(frozenset(once), frozenset(recomputed)).undone(PROGRAM) == undone
 
 
 def step(w, x, name="layer"):

@@ -211,9 +211,9 @@ def test_other_failures_of_the_compiler_are_raised(elsewhere, records):
 
 def test_second_measurement_comes_from_disk(elsewhere):
     compiled, first = measure(lower(elsewhere, jnp.sin, (8,)), elsewhere)
-    again, second = measure(lower(elsewhere, jnp.sin, (8,)), elsewhere)
+    recompiled, second = measure(lower(elsewhere, jnp.sin, (8,)), elsewhere)
     assert compiled is not None
-    assert again is None
+    assert recompiled is None
     assert second == first
 
 

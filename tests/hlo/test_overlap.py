@@ -451,8 +451,8 @@ GEMM = (
 def test_flops(shapes, result, line, flops):
     a, b = (f"%{n} = {s} parameter({i})" for i, (n, s) in enumerate(zip("ab", shapes, strict=True)))
     program = parse(module(a, b, f"ROOT %c = {result} {line}", before=FUSED_DOT))
-    ((kind, found),) = products(program, program.entry, program.entry.root)
-    assert found == flops
+    ((kind, count),) = products(program, program.entry, program.entry.root)
+    assert count == flops
     assert kind == program.entry["a"].array.numpy_dtype
 
 
@@ -470,8 +470,8 @@ def test_a_product_of_higher_precision_is_another_kind(product):
     square = "f32[8,8]{1,0}"
     a, b = (f"%{name} = {square} parameter({i})" for i, name in enumerate("ab"))
     program = parse(module(a, b, f"ROOT %c = {square} {product}"))
-    found = products(program, program.entry, program.entry.root)
-    assert list(found) == [("float32 highest", 2 * 8**3)]
+    pairs = products(program, program.entry, program.entry.root)
+    assert list(pairs) == [("float32 highest", 2 * 8**3)]
 
 
 def test_what_a_back_end_notes_in_another_language_is_left_aside():

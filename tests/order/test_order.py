@@ -53,10 +53,10 @@ def least(problem):
 
 
 def ancestors(problem, operator):
-    found = set()
+    closure = set()
     for p in problem.predecessors[operator]:
-        found |= {p} | ancestors(problem, p)
-    return found
+        closure |= {p} | ancestors(problem, p)
+    return closure
 
 
 # --- Any graph --------------------------------------------------------------------------------
@@ -64,13 +64,13 @@ def ancestors(problem, operator):
 
 @given(problems())
 def test_arrangement_and_layout_are_valid(problem):
-    found = arrange(problem)
-    first, last = problem.lives(found.order)
+    arrangement = arrange(problem)
+    first, last = problem.lives(arrangement.order)
     offsets = layout(problem.bytes, first, last)
     size = arena(problem.bytes, offsets)
-    assert complaints(problem, found.order, found.peak, offsets.tolist(), size) == []
-    assert found.bound <= found.peak <= problem.peak(problem.program)
-    assert size >= found.peak
+    assert complaints(problem, arrangement.order, arrangement.peak, offsets.tolist(), size) == []
+    assert arrangement.bound <= arrangement.peak <= problem.peak(problem.program)
+    assert size >= arrangement.peak
 
 
 @given(problems(most=6))
@@ -91,15 +91,15 @@ def test_no_order_goes_below_the_bound_of_any_operator(problem):
 @given(problems(most=7))
 def test_cut_is_what_can_have_run_with_the_fewest_bytes(problem):
     for operator in problem.program:
-        found = cut(problem, operator)
-        ran = set(np.flatnonzero(found.before).tolist())
+        min_cut = cut(problem, operator)
+        ran = set(np.flatnonzero(min_cut.before).tolist())
         assert ancestors(problem, operator) <= ran
         assert operator not in ran
         assert all(set(problem.predecessors[i]) <= ran for i in ran)
         order = [*sorted(ran), operator, *sorted(set(problem.program) - ran - {operator})]
         alive = problem.timeline(order)[len(ran)]
         slack = len(problem.tensors) * -(-int(problem.bytes.sum()) // 2**29)
-        assert alive - slack <= found.bytes <= alive
+        assert alive - slack <= min_cut.bytes <= alive
 
 
 @given(problems(most=6), st.data())
@@ -187,9 +187,9 @@ def chain(*sizes):
 
 
 def test_chain_has_one_order():
-    found = arrange(chain(4, 2, 7, 1))
-    assert found.order == (0, 1, 2, 3)
-    assert (found.peak, found.bound) == (9, 9)
+    arrangement = arrange(chain(4, 2, 7, 1))
+    assert arrangement.order == (0, 1, 2, 3)
+    assert (arrangement.peak, arrangement.bound) == (9, 9)
     assert separators(chain(4, 2, 7, 1)) == [0, 1, 2, 3]
 
 
@@ -219,16 +219,16 @@ def step(layers, *, gradient=8, scratch=4, activation=1):
     for maker, update in zip(makers, updates, strict=True):
         tensors += [Tensor(gradient, maker, (update,)), Tensor(scratch, update)]
     for i in range(len(makers)):
-        made = 0 if i == 0 else 2 * i - 1
-        tensors.append(Tensor(activation, made, (2 * i + 1, 2 * i + 2)))
+        producer = 0 if i == 0 else 2 * i - 1
+        tensors.append(Tensor(activation, producer, (2 * i + 1, 2 * i + 2)))
     return Problem(tuple(before), tuple(tensors), tuple(f"op{i}" for i in range(len(before))))
 
 
 def test_updates_run_when_their_gradient_is_there():
     problem = step(30)
     assert problem.peak(problem.program) >= 30 * 8
-    found = arrange(problem)
-    assert found.peak == 8 + 4 + 1
+    arrangement = arrange(problem)
+    assert arrangement.peak == 8 + 4 + 1
 
 
 def test_branches_wait_as_long_as_they_are_told():
@@ -257,9 +257,9 @@ def test_long_lived_tensors_lie_below():
 def test_few_large_tensors_lie_close_together():
     """Two Mixtral blocks: a few hundred tensors of up to a sixth of the peak, many of one size."""
     problem = step_problem("mixtral", batch=1)
-    found = arrange(problem)
-    offsets = layout(problem.bytes, *problem.lives(found.order))
-    assert arena(problem.bytes, offsets) <= 1.01 * found.peak
+    arrangement = arrange(problem)
+    offsets = layout(problem.bytes, *problem.lives(arrangement.order))
+    assert arena(problem.bytes, offsets) <= 1.01 * arrangement.peak
 
 
 @pytest.mark.parametrize(

@@ -138,20 +138,20 @@ STEPS = {
 }
 
 
-def policy_of(found, **decided):
+def policy_of(step_trace, **decided):
     """All that is called so is kept, or put away; the rest is computed again."""
     names = {
         str(name): Decision(decision)
-        for name in filter(None, map(_jax.named_value, _jax.equations(found.recorded.program)))
+        for name in filter(None, map(_jax.named_value, _jax.equations(step_trace.recorded.program)))
         for called, decision in decided.items()
         if str(name).split("/")[-1].startswith(called)
     }
-    return Policy.of(names, found.loops, TARGET.backend, partly=found.partly)
+    return Policy.of(names, step_trace.loops, TARGET.backend, partly=step_trace.partly)
 
 
 def written(step, **decided):
-    found = trace(step, WS, X)
-    return with_recompute(found.recorded.program, policy_of(found, **decided))
+    step_trace = trace(step, WS, X)
+    return with_recompute(step_trace.recorded.program, policy_of(step_trace, **decided))
 
 
 DECISIONS = {
@@ -178,11 +178,11 @@ def test_results_are_those_of_the_step(name, decided):
 @pytest.mark.parametrize("decided", DECISIONS)
 def test_it_is_the_program_that_jax_makes(name, decided):
     """By what it computes once and again; it takes no more."""
-    found = trace(STEPS[name], WS, X)
-    policy = policy_of(found, **DECISIONS[decided])
+    step_trace = trace(STEPS[name], WS, X)
+    policy = policy_of(step_trace, **DECISIONS[decided])
     args = TARGET.abstract((WS, X))
-    by_jax = Step(STEPS[name], args, (), TARGET, found.aliases, found.automatic)
-    ours = emit(dataclasses.replace(by_jax, recorded=found.recorded), policy)
+    by_jax = Step(STEPS[name], args, (), TARGET, step_trace.aliases, step_trace.automatic)
+    ours = emit(dataclasses.replace(by_jax, recorded=step_trace.recorded), policy)
     theirs = emit(by_jax, policy)
     assert ours.simulated <= theirs.simulated
     assert ours.computed == theirs.computed
@@ -199,9 +199,9 @@ def test_nothing_is_made_in_the_forward_pass_that_nothing_reads():
     """The derivative of tanh is made of tanh, which is kept."""
     program = written(STEPS["scanned"], tanh="save")
     forward, _ = (e for e in _jax.open_jaxpr(program).eqns if e.primitive.name == "scan")
-    made = {e.primitive.name for e in _jax.open_jaxpr(forward.params["jaxpr"]).eqns}
-    assert "tanh" in made
-    assert not {"one_minus_square", "cos"} & made
+    primitives = {e.primitive.name for e in _jax.open_jaxpr(forward.params["jaxpr"]).eqns}
+    assert "tanh" in primitives
+    assert not {"one_minus_square", "cos"} & primitives
 
 
 @pytest.mark.parametrize("step", [branches, twice_in_reverse])

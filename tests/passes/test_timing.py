@@ -73,8 +73,8 @@ def unrolled(unit=layer):
 
 def offloading(step, args, away=AWAY):
     """The staged step with everything that ``away`` fits offloaded, and how much that is."""
-    found = trace(step, *args)
-    priced = with_region_inputs(found, TARGET)
+    step_trace = trace(step, *args)
+    priced = with_region_inputs(step_trace, TARGET)
     decisions = {
         r.name: Decision.OFFLOAD
         if any(fnmatch.fnmatchcase(r.name, pattern) for pattern in away)
@@ -84,10 +84,10 @@ def offloading(step, args, away=AWAY):
         for r in priced
     }
     names = items_of(priced, TARGET, 0.0, NO_PINS).policy_decisions(decisions)
-    policy = Policy.of(names, found.loops, TARGET.backend)
+    policy = Policy.of(names, step_trace.loops, TARGET.backend)
 
     def planned(*args):
-        with _jax.session_context(Session(policy, found.aliases)):
+        with _jax.session_context(Session(policy, step_trace.aliases)):
             return step(*args)
 
     gone = sum(d is Decision.OFFLOAD for d in decisions.values())
@@ -206,7 +206,7 @@ def test_a_third_copy_waits_for_the_first():
     ends = {
         v: index for index, (_, hosts) in timing.ends.items() for v in hosts
     }  # by what is copied
-    begins = {copy: index for index, (_, late) in timing.starts.items() for copy in late}
+    begins = {copy: index for index, (_, delayed) in timing.starts.items() for copy in delayed}
     assert len(copies) == 12
     assert begins
     for before, copy in zip(copies, copies[IN_FLIGHT:], strict=False):
@@ -379,13 +379,13 @@ def test_fetches_of_a_tpu_follow_the_cotangent_and_on_a_slow_link_each_other(rat
     x = jax.random.normal(jax.random.key(1), (4, 8))
     jaxpr, _ = check(unrolled(), (stacked(6), x), "tpu", away=("*/tanh",), rates=rates)
     eqns = _jax.open_jaxpr(_jax.inline(jaxpr)).eqns
-    made = {v: eqn for eqn in eqns for v in eqn.outvars}
+    makers = {v: eqn for eqn in eqns for v in eqn.outvars}
 
     def sources(v, seen):
         """Everything that a value is computed from."""
-        if _jax.is_var(v) and v in made and v not in seen:
+        if _jax.is_var(v) and v in makers and v not in seen:
             seen.add(v)
-            for source in made[v].invars:
+            for source in makers[v].invars:
                 sources(source, seen)
         return seen
 
@@ -579,8 +579,8 @@ def test_gradients_wait_in_the_type_that_they_are_computed_in():
         return jnp.mean((x @ ws[-1].astype(x.dtype)).astype(jnp.float32) ** 2)
 
     args = list(stacked(4)), jax.random.normal(jax.random.key(1), (4, 8), jnp.bfloat16)
-    found = tied_values(jax.value_and_grad(loss), args, rtol=1e-2, atol=1e-4)
-    tied = [v.dtype for v in found if v.shape == (8, 8)]
+    avals = tied_values(jax.value_and_grad(loss), args, rtol=1e-2, atol=1e-4)
+    tied = [v.dtype for v in avals if v.shape == (8, 8)]
     assert tied.count(jnp.float32) == 3  # the weights that enter the units
     assert tied.count(jnp.bfloat16) >= 4  # the gradients of all weights
 
@@ -679,10 +679,10 @@ def test_a_compiler_that_would_put_gradients_off_takes_what_is_simulated():
     """Without ties XLA:GPU holds 2.4 % more temporaries here."""
     config = dataclasses.replace(find("gpt2"), width=256, heads=4, length=256, vocab=16384)
     case = config.case("gpt2", jdelta.remat)
-    again = "attn/exp random_bits ln_1/mul ln_1/sub_1 mlp/mul mul_3 mul_4 one_minus_square tanh"
+    dropped = "attn/exp random_bits ln_1/mul ln_1/sub_1 mlp/mul mul_3 mul_4 one_minus_square tanh"
     products = (f"{name}/dot_general" for name in ("qkv", "bhqk", "proj", "ff1", "ff2"))
-    again = [*again.split(), *products]
-    pin = {"*": "save"} | {f"*{name}": "recompute" for name in again}
+    dropped = [*dropped.split(), *products]
+    pin = {"*": "save"} | {f"*{name}": "recompute" for name in dropped}
     plan = jdelta.plan(
         *(case.step, "900MiB", case.state, case.batch),
         target="cuda:h100",

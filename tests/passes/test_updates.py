@@ -99,8 +99,8 @@ def test_results_are_those_of_the_plain_step(name):
     expected, actual = state, state
     for _ in range(3):
         expected, loss = jax.jit(step)(expected, data)
-        actual, again = jax.jit(other)(actual, data)
-        assert_same((actual, again), (expected, loss))
+        actual, actual_loss = jax.jit(other)(actual, data)
+        assert_same((actual, actual_loss), (expected, loss))
 
 
 def test_without_donation_results_are_stacked_instead_of_gradients():

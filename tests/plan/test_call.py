@@ -271,8 +271,8 @@ def to_train():
     return model, nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
 
 
-def losses_of(run, *given):
-    return [float(run(*given, X)) for _ in range(3)]
+def losses_of(run, *args):
+    return [float(run(*args, X)) for _ in range(3)]
 
 
 def test_an_nnx_module_with_an_attribute_that_has_no_hash():
@@ -283,11 +283,11 @@ def test_an_nnx_module_with_an_attribute_that_has_no_hash():
 
 under = functools.partial(jdelta.jit, budget="1GiB")
 BOUND = {
-    "partial": lambda *given: under(functools.partial(train, *given)),
-    "partial of a jitted step": lambda *given: under(functools.partial(nnx.jit(train), *given)),
-    "jitted partial": lambda *given: under(nnx.jit(functools.partial(train, *given))),
-    "cached partial of a planned step": lambda *given: nnx.cached_partial(under(train), *given),
-    "cached partial": lambda *given: under(nnx.cached_partial(nnx.jit(train), *given)),
+    "partial": lambda *args: under(functools.partial(train, *args)),
+    "partial of a jitted step": lambda *args: under(functools.partial(nnx.jit(train), *args)),
+    "jitted partial": lambda *args: under(nnx.jit(functools.partial(train, *args))),
+    "cached partial of a planned step": lambda *args: nnx.cached_partial(under(train), *args),
+    "cached partial": lambda *args: under(nnx.cached_partial(nnx.jit(train), *args)),
 }
 
 
@@ -311,11 +311,11 @@ def test_an_nnx_object_that_is_returned_is_the_one_that_went_in():
     model, optimizer = to_train()
     run = jdelta.jit(returning, budget="1GiB")
     for _ in range(2):
-        made, loss = run(model, optimizer, X)
-    linear, kernel = made["parts"]
+        result, loss = run(model, optimizer, X)
+    linear, kernel = result["parts"]
     assert linear is model.linear
     assert kernel is model.linear.kernel
-    assert isinstance(made["new"], nnx.Linear)
+    assert isinstance(result["new"], nnx.Linear)
     same([loss], losses_of(nnx.jit(train), *to_train())[1:2])
 
 

@@ -191,9 +191,9 @@ def test_the_schema_refuses_what_is_wrong(path, where, value):
 
 
 def test_an_adapter_that_is_an_object_cannot_be_saved(half, tmp_path):
-    held = asking(half, spill=jdelta.Spill(str(tmp_path), adapter=Device()))
+    plan = asking(half, spill=jdelta.Spill(str(tmp_path), adapter=Device()))
     with pytest.raises(SpillError, match="name their adapter"):
-        held.save(tmp_path / "plan.json")
+        plan.save(tmp_path / "plan.json")
 
 
 # --- Loading ----------------------------------------------------------------------------------
@@ -317,10 +317,10 @@ def test_other_shardings_are_refused_by_name(tmp_path):
     train, (ws, x) = parallel.step(jdelta.remat), parallel.arguments()
     loaded = jdelta.load(tmp_path / "plan.json")
     same(loaded.jit(train)(ws, x), jax.jit(train)(ws, x))
-    whole = jax.device_put(x, NamedSharding(x.sharding.mesh, P()))
+    replicated = jax.device_put(x, NamedSharding(x.sharding.mesh, P()))
     says = r"x: expected float32\[512,64\] P\(data\) over data=8, came .* P\(\) over data=8"
     with pytest.raises(PlanMismatchError, match=says):
-        loaded.jit(train)(ws, whole)
+        loaded.jit(train)(ws, replicated)
     alone = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), (ws, x))
     with pytest.raises(PlanMismatchError, match=r"over data=8, came float32\[512,64\]\."):
         loaded.jit(train)(*alone)

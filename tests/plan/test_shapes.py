@@ -33,15 +33,15 @@ def arguments(rows=256):
 @pytest.fixture
 def searches(monkeypatch):
     """Counts the searches for a plan."""
-    made = []
+    budgets = []
 
     class Counted(search.Search):
         def run(self, budget, *most):
-            made.append(budget)
+            budgets.append(budget)
             return super().run(budget, *most)
 
     monkeypatch.setattr("jdelta._src.search.groupings.Search", Counted)
-    return made
+    return budgets
 
 
 def check(got, expected):

@@ -271,8 +271,8 @@ def implicit_by_conjugate_gradients(size, remat):
     def loss(ws, x):
         y = unrolled(unit, ws, x)
         operator = lambda v: v + 0.1 * y.T @ (y @ v) / size.rows  # noqa: E731
-        found, _ = jax.scipy.sparse.linalg.cg(operator, y.mean(0), maxiter=5)
-        return mean_square(found)
+        solution, _ = jax.scipy.sparse.linalg.cg(operator, y.mean(0), maxiter=5)
+        return mean_square(solution)
 
     return trained(loss), (weights(size), rows(size))
 

@@ -190,11 +190,11 @@ def integer_results(size, remat):
 
     def step(ws, x):
         def loss(ws):
-            found, y = [], x
+            sides, y = [], x
             for i in range(size.layers):
                 y, side = unit(layer(ws, i), y)
-                found.append(side)
-            return mean_square(y), found
+                sides.append(side)
+            return mean_square(y), sides
 
         return jax.value_and_grad(loss, has_aux=True)(ws)
 

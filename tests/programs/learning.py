@@ -152,8 +152,8 @@ def cycle_of_two_networks(size, remat):
     unit = remat(block)
 
     def loss(ws, x, y):
-        there, back = (lambda x, w=ws[name]: unrolled(unit, w, x) for name in ("there", "back"))
-        return mean_square(back(there(x)) - x) + mean_square(there(back(y)) - y)
+        forward, back = (lambda x, w=ws[name]: unrolled(unit, w, x) for name in ("there", "back"))
+        return mean_square(back(forward(x)) - x) + mean_square(forward(back(y)) - y)
 
     ws = {"there": weights(size), "back": weights(size)}
     return trained(loss), (ws, rows(size), rows(size, seed=3))
@@ -240,11 +240,11 @@ def direct_preferences(size, remat):
         gain = lambda ids: likelihood(ws, ids) - likelihood(frozen, ids)  # noqa: E731
         return -jnp.mean(jax.nn.log_sigmoid(0.1 * (gain(wanted) - gain(unwanted))))
 
-    def made():
+    def params():
         return {"table": array(tokens, size.width, scale=0.3), "body": weights(size)}
 
     ids = [integers(tokens, size.rows // 8, 9, seed=i) for i in range(2)]
-    return trained(loss), (made(), made(), *ids)
+    return trained(loss), (params(), params(), *ids)
 
 
 @program(units=True)
@@ -318,8 +318,8 @@ def triplets(size, remat):
 
     def loss(ws, x):
         a, b, c = (unrolled(unit, ws, x[i]) for i in range(3))
-        near, far = jnp.sum((a - b) ** 2, -1), jnp.sum((a - c) ** 2, -1)
-        return jnp.mean(jax.nn.relu(near - far + 1.0))
+        positive, negative = jnp.sum((a - b) ** 2, -1), jnp.sum((a - c) ** 2, -1)
+        return jnp.mean(jax.nn.relu(positive - negative + 1.0))
 
     return trained(loss), (weights(size), array(3, size.rows, size.width))
 

@@ -51,8 +51,8 @@ def own_checkpoint_in_a_scan(size, remat):
 @program()
 def own_checkpoint_around_a_scan(size, remat):
     """Which saves nothing that matters."""
-    whole = jax.checkpoint(lambda ws, x: scanned(block, ws, x))
-    return trained(lambda ws, x: mean_square(whole(ws, x))), (weights(size), rows(size))
+    checkpointed = jax.checkpoint(lambda ws, x: scanned(block, ws, x))
+    return trained(lambda ws, x: mean_square(checkpointed(ws, x))), (weights(size), rows(size))
 
 
 @program()
@@ -241,11 +241,11 @@ def optimization_barriers(size, remat):
     """The user's own, in forward and backward passes."""
 
     @jax.custom_vjp
-    def held(x):
+    def barrier(x):
         return lax.optimization_barrier(x)
 
-    held.defvjp(lambda x: (held(x), None), lambda _, g: (lax.optimization_barrier(g),))
-    return stack_step(lambda w, x: held(block(w, x)), size)
+    barrier.defvjp(lambda x: (barrier(x), None), lambda _, g: (lax.optimization_barrier(g),))
+    return stack_step(lambda w, x: barrier(block(w, x)), size)
 
 
 class Block(nn.Module):
@@ -269,8 +269,8 @@ def linen_remat(size, remat):
 
 @program()
 def linen_remat_with_policy(size, remat):
-    made = nn.remat(Block, policy=POLICIES.dots_saveable)
-    return linen_step(nn.Sequential([made() for _ in range(size.layers)]), size)
+    remat_block = nn.remat(Block, policy=POLICIES.dots_saveable)
+    return linen_step(nn.Sequential([remat_block() for _ in range(size.layers)]), size)
 
 
 class Looped(nn.Module):

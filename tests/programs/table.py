@@ -108,9 +108,9 @@ def program(**right: Any) -> Callable[[Make], Make]:
     """Puts what makes a step into the table; `right` are fields of `Program`."""
 
     def add(make: Make) -> Make:
-        found = Program(make.__name__, make.__module__.rpartition(".")[2], make, **right)
-        assert found.id not in PROGRAMS, found.id
-        PROGRAMS[found.id] = found
+        entry = Program(make.__name__, make.__module__.rpartition(".")[2], make, **right)
+        assert entry.id not in PROGRAMS, entry.id
+        PROGRAMS[entry.id] = entry
         return make
 
     return add

@@ -50,9 +50,9 @@ def kept(eqns, cuts):
     """Bytes of what is made between two cuts and read after both."""
     total = 0
     for begin, end in itertools.pairwise(cuts):
-        made = {v for e in eqns[begin:end] for v in e.outvars}
+        outputs = {v for e in eqns[begin:end] for v in e.outvars}
         later = {v for e in eqns[end:] for v in e.invars if _jax.is_var(v)}
-        total += sum(v.aval.size * 4 for v in made & later)
+        total += sum(v.aval.size * 4 for v in outputs & later)
     return total
 
 
@@ -60,8 +60,8 @@ def kept(eqns, cuts):
 def test_cuts_are_near_the_best(widths):
     program = chain(widths)
     count = len(_jax.open_jaxpr(program).eqns)
-    found = cut_into_regions(_jax.open_jaxpr(program).eqns)
-    cuts = [0, *(s.stop for s in found)]
+    slices = cut_into_regions(_jax.open_jaxpr(program).eqns)
+    cuts = [0, *(s.stop for s in slices)]
     assert cuts == sorted(set(cuts))
     assert cuts[-1] == count
     inside = range(1, count)
@@ -79,12 +79,12 @@ def test_small_values_take_no_places_from_large_ones(monkeypatch):
     costs = []
     for most in (count, count // 4):
         monkeypatch.setattr(cut, "MOST_CUTS", most)
-        found = cut_into_regions(_jax.open_jaxpr(program).eqns)
-        costs.append(sum(cost(program, [0, *(s.stop for s in found)])))
+        slices = cut_into_regions(_jax.open_jaxpr(program).eqns)
+        costs.append(sum(cost(program, [0, *(s.stop for s in slices)])))
     assert costs[1] <= 1.25 * costs[0]
 
 
-def held(run, *args):
+def held_sizes(run, *args):
     """Bytes held by primitive."""
     eqns = _jax.open_jaxpr(_jax.inline(jax.make_jaxpr(run)(*args))).eqns
     return [(e.primitive.name, b) for e, b in zip(eqns, bytes_held(eqns), strict=True)]
@@ -93,28 +93,28 @@ def held(run, *args):
 def test_what_products_read_is_held():
     x = jnp.ones((8, 8))
     product, size = ("dot_general", 256), 256
-    assert held(lambda x: (x @ x) + 1, x) == [product, ("add", 0)]
-    assert held(lambda x: ((x @ x) + 1) @ x, x) == [product, ("add", size), product]
-    through_a_view = held(lambda x: ((x @ x) + 1).T @ x, x)
+    assert held_sizes(lambda x: (x @ x) + 1, x) == [product, ("add", 0)]
+    assert held_sizes(lambda x: ((x @ x) + 1) @ x, x) == [product, ("add", size), product]
+    through_a_view = held_sizes(lambda x: ((x @ x) + 1).T @ x, x)
     assert through_a_view == [product, ("add", size), ("transpose", 0), product]
-    assert held(lambda x: jnp.exp(x) * 2, x) == [("exp", size), ("mul", 0)]
+    assert held_sizes(lambda x: jnp.exp(x) * 2, x) == [("exp", size), ("mul", 0)]
 
 
 def test_a_call_holds_its_result_once():
     x = jnp.ones((8, 8))
-    (_, alone), *_ = held(jax.nn.relu, x)
+    (_, alone), *_ = held_sizes(jax.nn.relu, x)
     assert alone == 0
-    relu, product = held(lambda x: jax.nn.relu(x) @ x, x)
+    relu, product = held_sizes(lambda x: jax.nn.relu(x) @ x, x)
     assert relu[1] == product[1] == 256
 
 
 def test_what_is_made_again_where_it_is_read_is_not_held():
     x, rows = jnp.ones((8, 8)), jnp.arange(8)
-    twice = held(lambda x: jnp.tanh(x @ x) * jnp.exp(x @ x), x)
+    twice = held_sizes(lambda x: jnp.tanh(x @ x) * jnp.exp(x @ x), x)
     assert [size for name, size in twice if name == "dot_general"] == [256, 0]
-    gathered = held(lambda x: jnp.tanh(x[rows] * x[rows + 1]), x)
+    gathered = held_sizes(lambda x: jnp.tanh(x[rows] * x[rows + 1]), x)
     assert [size for name, size in gathered if name == "gather"] == [0, 0]
-    noisy = held(lambda x: jnp.tanh(x + jax.random.gumbel(jax.random.key(0), x.shape)), x)
+    noisy = held_sizes(lambda x: jnp.tanh(x + jax.random.gumbel(jax.random.key(0), x.shape)), x)
     assert [size for name, size in noisy if name in ("log", "random_bits")] == [0, 0, 0]
 
 
@@ -123,7 +123,7 @@ def test_coarse_cuts_are_fewer_and_not_much_worse():
     eqns = _jax.open_jaxpr(program).eqns
     fine, coarse = cut_into_regions(eqns), cut_into_regions(eqns, best=Cuts.FEW)
     assert len(coarse) < len(fine)
-    sums = [sum(cost(program, [0, *(s.stop for s in found)])) for found in (fine, coarse)]
+    sums = [sum(cost(program, [0, *(s.stop for s in slices)])) for slices in (fine, coarse)]
     assert sums[0] <= sums[1] <= cut.COARSE * sums[0]
 
 
@@ -182,9 +182,9 @@ def test_results_are_the_same_with_all_cuts():
     args, names = dense_arguments(), set()
     right = jax.tree.leaves(jax.jit(step)(*args))
     for cuts in Cuts:
-        found, decisions = planned(step, 0.3, *args, grouping=Grouping(1, cuts=cuts))
-        names.add(found.fingerprint)
-        got = jax.tree.leaves(jax.jit(under(found, decisions, step))(*args))
+        step_trace, decisions = planned(step, 0.3, *args, grouping=Grouping(1, cuts=cuts))
+        names.add(step_trace.fingerprint)
+        got = jax.tree.leaves(jax.jit(under(step_trace, decisions, step))(*args))
         for a, b in zip(got, right, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert len(names) == len(Cuts)
@@ -258,10 +258,10 @@ def test_what_is_linearized_is_cut_like_what_is_differentiated():
         y, push = jax.linearize(deep, w, x)
         return jax.linear_transpose(push, w, x)(y)
 
-    found = [planned(step, 0.5, *args) for step in (pulled, linearized)]
-    assert found[0][1] == found[1][1]
-    again = jax.jit(under(*found[1], linearized))(*args)
-    for a, b in zip(linearized(*args), again, strict=True):
+    pairs = [planned(step, 0.5, *args) for step in (pulled, linearized)]
+    assert pairs[0][1] == pairs[1][1]
+    results = jax.jit(under(*pairs[1], linearized))(*args)
+    for a, b in zip(linearized(*args), results, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
@@ -283,8 +283,8 @@ def blocks(loss, block=lambda x, w: x + jnp.tanh(x @ w[0]) @ w[1]):
 
 def recomputed(step, args):
     """The step under a plan that keeps nothing, flat: its equations."""
-    found, decisions = planned(step, 0.0, *args)
-    program = jax.make_jaxpr(under(found, decisions, step))(*args)
+    step_trace, decisions = planned(step, 0.0, *args)
+    program = jax.make_jaxpr(under(step_trace, decisions, step))(*args)
     target = resolve("tpu:v5e:2x2")
     flat = with_forward_first(Program(program), Context(target.backend, target.rates)).flat
     return _jax.open_jaxpr(flat).eqns
@@ -345,9 +345,9 @@ def test_recompute_waits_for_the_forward_pass(loss, ties):
 def test_what_enters_a_region_is_kept_as_it_is():
     """XLA for CPUs would compute it in each reader, from what all layers before have made."""
     step, args = blocks(lambda y: jnp.sum(y**2))
-    found, decisions = planned(step, 0.0, *args)
-    entering = {f"{region.name}/input": Decision.SAVE for region in found.regions}
-    program = Program(jax.make_jaxpr(under(found, decisions | entering, step))(*args))
+    step_trace, decisions = planned(step, 0.0, *args)
+    entering = {f"{region.name}/input": Decision.SAVE for region in step_trace.regions}
+    program = Program(jax.make_jaxpr(under(step_trace, decisions | entering, step))(*args))
     context = Context(resolve("cpu").backend, resolve("tpu:v5e:2x2").rates)
     plainer = without_harmful_rounding(program, context)
     rounded, plain = (
@@ -381,10 +381,10 @@ def test_what_the_user_checkpoints_is_a_unit(policy, around):
             return jax.value_and_grad(loss)(ws)
 
         args = jax.tree.map(lambda *ws: jnp.stack(ws), *args[0]), args[1]
-    found, decisions = planned(step, 0.5, *args)
+    step_trace, decisions = planned(step, 0.5, *args)
     names = ["own"] if around == "a loop" else ["own_0", "own_1", "own_2"]
-    assert [region.name for region in found.regions] == names
-    got = jax.jit(under(found, decisions, step))(*args)
+    assert [region.name for region in step_trace.regions] == names
+    got = jax.jit(under(step_trace, decisions, step))(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(step(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -409,8 +409,8 @@ def test_a_checkpoint_around_a_loop_of_others_leaves_the_units_to_these():
         return jax.grad(loss)(ws)
 
     _, (ws, x) = blocks(jnp.sum)
-    found = planned(step, 0.5, jax.tree.map(lambda *ws: jnp.stack(ws), *ws), x)[0]
-    assert [(region.name, region.nest.loops) for region in found.regions] == [("own", 1)]
+    step_trace = planned(step, 0.5, jax.tree.map(lambda *ws: jnp.stack(ws), *ws), x)[0]
+    assert [(region.name, region.nest.loops) for region in step_trace.regions] == [("own", 1)]
 
 
 def test_the_floor_of_a_step_with_checkpoints_is_no_higher_than_its_own_peak():
@@ -482,10 +482,10 @@ def test_the_floor_of_layers_with_random_bits_is_that_of_recompute_by_hand(kind,
 @pytest.mark.parametrize(("framework", "scan"), FORMS)
 def test_results_equal_the_plain_step(framework, scan):
     step, args = STEPS[framework](64, 32, scan=scan)
-    found, decisions = planned(step, 0.4, *args)
-    assert found.automatic
+    step_trace, decisions = planned(step, 0.4, *args)
+    assert step_trace.automatic
     assert {Decision.SAVE, Decision.RECOMPUTE} <= set(decisions.values())
-    got, expected = jax.jit(under(found, decisions, step))(*args), jax.jit(step)(*args)
+    got, expected = jax.jit(under(step_trace, decisions, step))(*args), jax.jit(step)(*args)
     leaves = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     for a, b in leaves:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -531,9 +531,9 @@ def test_a_step_of_two_gradients():
         return jax.grad(penalised)(w, x), jax.grad(inner)(w, x)
 
     args = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8), jnp.linspace(-2.0, 1.0, 64).reshape(8, 8)
-    found, decisions = planned(step, 0.5, *args)
-    assert found.automatic
-    got = under(found, decisions, step)(*args)
+    step_trace, decisions = planned(step, 0.5, *args)
+    assert step_trace.automatic
+    got = under(step_trace, decisions, step)(*args)
     for a, b in zip(got, step(*args), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -652,9 +652,9 @@ def test_integer_and_key_outputs_cross_units():
 
     args = 0.1 * jnp.ones((64, 64)), jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64)
     args = *args, jax.random.key(1)
-    found, decisions = planned(step, 0.3, *args)
-    assert found.automatic
-    got = jax.jit(under(found, decisions, step))(*args)
+    step_trace, decisions = planned(step, 0.3, *args)
+    assert step_trace.automatic
+    got = jax.jit(under(step_trace, decisions, step))(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # up to 20
 
@@ -673,9 +673,9 @@ def test_integers_beside_a_unit_are_made_of_what_leaves_it():
         return jax.value_and_grad(loss, has_aux=True)(ws)
 
     args = [0.1 * jnp.ones((64, 64))] * 3, jnp.linspace(-1.0, 1.0, 512 * 64).reshape(512, 64)
-    found, decisions = planned(step, 1.0, *args)
-    assert len(found.regions) > 1
-    staged = jax.make_jaxpr(under(found, decisions, step))(*args)
+    step_trace, decisions = planned(step, 1.0, *args)
+    assert len(step_trace.regions) > 1
+    staged = jax.make_jaxpr(under(step_trace, decisions, step))(*args)
     products = [e for e in _jax.equations(staged) if e.primitive.name == "dot_general"]
     assert len(products) == 3 + 5  # of the forward pass, and of the backward pass
 

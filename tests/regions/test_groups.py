@@ -41,15 +41,15 @@ def read_in_turn(program):
     return with_rows_read_in_turn(Program(program), context).jaxpr
 
 
-def halves(found):
+def halves(step_trace):
     """Decisions that keep all of the first layer of an iteration, and nothing of the others."""
     target = resolve("tpu:v5e:2x2")
-    regions = [r for r in found.regions if r.nest.loops]
+    regions = [r for r in step_trace.regions if r.nest.loops]
     first = {r.name for r in regions if r.name.endswith("_0")}
     assert 0 < len(first) < len(regions)
     return {
         value.name: Decision.SAVE if region.name in first else Decision.RECOMPUTE
-        for region in found.regions
+        for region in step_trace.regions
         for value in residuals(region, target)
     }
 
@@ -74,8 +74,8 @@ def assert_equal(got, expected):
 )
 def test_results_equal_the_plain_step(framework, group):
     step, args = STEPS[framework](64, 32, scan=True)
-    found = trace(step, *args, grouping=Grouping(group))
-    run = jax.jit(under(found, halves(found), step))
+    step_trace = trace(step, *args, grouping=Grouping(group))
+    run = jax.jit(under(step_trace, halves(step_trace), step))
     assert {e.params["length"] for e in loops(run.trace(*args).jaxpr)} == {LAYERS // group}
     assert_equal(run(*args), jax.jit(step)(*args))
 
@@ -105,10 +105,10 @@ ARGS = (
 @pytest.mark.parametrize("group", [1, 2, 3])
 def test_order_and_results_of_every_layer(group, reverse):
     step = stack(layer, reverse=reverse)
-    found = trace(step, *ARGS, grouping=Grouping(group))
-    assert len(found.regions) == group
-    decisions = halves(found) if group > 1 else planned(step, 0.5, *ARGS)[1]
-    assert_equal(jax.jit(under(found, decisions, step))(*ARGS), jax.jit(step)(*ARGS))
+    step_trace = trace(step, *ARGS, grouping=Grouping(group))
+    assert len(step_trace.regions) == group
+    decisions = halves(step_trace) if group > 1 else planned(step, 0.5, *ARGS)[1]
+    assert_equal(jax.jit(under(step_trace, decisions, step))(*ARGS), jax.jit(step)(*ARGS))
 
 
 def test_a_loop_without_rows():
@@ -120,16 +120,16 @@ def test_a_loop_without_rows():
         return jax.value_and_grad(loss)(w)
 
     args = ARGS[0][0], ARGS[1]
-    found = trace(step, *args, grouping=Grouping(2))
-    assert [r.nest.trips for r in found.regions] == [2, 2]
-    assert_equal(jax.jit(under(found, halves(found), step))(*args), step(*args))
+    step_trace = trace(step, *args, grouping=Grouping(2))
+    assert [r.nest.trips for r in step_trace.regions] == [2, 2]
+    assert_equal(jax.jit(under(step_trace, halves(step_trace), step))(*args), step(*args))
 
 
 @pytest.mark.parametrize(("layers", "options"), [(5, {}), (2, {}), (6, {"unroll": 2})])
 def test_what_cannot_be_grouped_stays(layers, options):
     step = stack(layer, **options)
-    found = trace(step, ARGS[0][:layers], ARGS[1], grouping=Grouping(2))
-    assert [region.nest.trips for region in found.regions] == [layers]
+    step_trace = trace(step, ARGS[0][:layers], ARGS[1], grouping=Grouping(2))
+    assert [region.nest.trips for region in step_trace.regions] == [layers]
 
 
 def test_a_loop_over_micro_batches_stays():
@@ -141,10 +141,10 @@ def test_a_loop_over_micro_batches_stays():
         return jax.lax.scan(lambda g, x: (add(g, grad(ws, x)[1][0]), None), 0 * ws, xs)[0]
 
     args = ARGS[0], jnp.stack([ARGS[1]] * 4)
-    found = trace(step, *args, grouping=Grouping(2))
+    step_trace = trace(step, *args, grouping=Grouping(2))
     # Three pairs in a loop, four times.
-    assert [r.nest for r in found.regions] == [Nest(kept=3, loops=1, repeats=4)] * 2
-    got = jax.jit(under(found, halves(found), step))(*args)
+    assert [r.nest for r in step_trace.regions] == [Nest(kept=3, loops=1, repeats=4)] * 2
+    got = jax.jit(under(step_trace, halves(step_trace), step))(*args)
     np.testing.assert_allclose(got, step(*args), rtol=1e-5, atol=1e-6)
 
 
@@ -162,23 +162,24 @@ def test_weights_are_not_stacked_again(marked):
 
             return jax.grad(loss)(ws)
 
-    found = trace(step, *args, grouping=Grouping(2))
+    step_trace = trace(step, *args, grouping=Grouping(2))
     weights = sum(w.nbytes for w in args[0])
-    traced = jax.make_jaxpr(under(found, halves(found), step))(*args)
-    again = read_in_turn(traced)
-    kept, left = (sum(map(_jax.bytes_of, loops(p)[0].outvars)) for p in (traced, again))
+    traced = jax.make_jaxpr(under(step_trace, halves(step_trace), step))(*args)
+    in_turn = read_in_turn(traced)
+    kept, left = (sum(map(_jax.bytes_of, loops(p)[0].outvars)) for p in (traced, in_turn))
     assert left <= kept - weights
 
 
 def test_a_layer_of_a_backward_loop_begins_when_those_after_it_are_through():
     """Between two layers there are gradients and the carry, nothing from inside of one."""
     step, args = plain(64, 32, scan=True)
-    found = trace(step, *args, grouping=Grouping(2))
-    values = [v.name for g in found.regions for v in residuals(g, resolve("tpu:v5e:2x2"))]
-    kept = {f"{g.name}/mul": Decision.SAVE for g in found.regions}  # gradients alone read these
+    step_trace = trace(step, *args, grouping=Grouping(2))
+    values = [v.name for g in step_trace.regions for v in residuals(g, resolve("tpu:v5e:2x2"))]
+    # Gradients alone read these.
+    kept = {f"{g.name}/mul": Decision.SAVE for g in step_trace.regions}
     assert kept.keys() <= set(values)
     decisions = dict.fromkeys(values, Decision.RECOMPUTE) | kept
-    traced = jax.make_jaxpr(under(found, decisions, step))(*args)
+    traced = jax.make_jaxpr(under(step_trace, decisions, step))(*args)
     _, backward = loops(read_in_turn(traced))
     eqns = _jax.open_jaxpr(backward.params["jaxpr"]).eqns
     barriers = [e.invars for e in eqns if e.primitive.name == "optimization_barrier"]
@@ -192,8 +193,8 @@ def test_a_layer_of_a_backward_loop_begins_when_those_after_it_are_through():
 
 def test_layers_apart_are_too_much_for_a_policy_alone():
     step = stack(layer)
-    found = trace(step, *ARGS, grouping=Grouping(2))
-    policy = Policy.of(halves(found), found.loops, TPU)
+    step_trace = trace(step, *ARGS, grouping=Grouping(2))
+    policy = Policy.of(halves(step_trace), step_trace.loops, TPU)
     run = jdelta.remat(layer, policy=policy)
     with pytest.raises(PlanMismatchError, match="per_layer=False"):
         jax.grad(lambda ws: mean_square(jax.lax.scan(run, ARGS[1], ws)[0]))(ARGS[0])
@@ -203,14 +204,16 @@ def test_layers_apart_are_too_much_for_a_policy_alone():
 def test_what_half_of_the_layers_keep_takes_half_the_memory():
     step, args = plain(32768, 512, scan=True)
     target = resolve("tpu:v5e:2x2")
-    found = trace(step, *args, grouping=Grouping(2))
-    half = halves(found)
+    step_trace = trace(step, *args, grouping=Grouping(2))
+    half = halves(step_trace)
     all_alike = [dict.fromkeys(half, d) for d in (Decision.RECOMPUTE, Decision.SAVE)]
     peaks: list[int] = []
     for decisions in (all_alike[0], half, all_alike[1]):
-        placed, policy = target.abstract(args), Policy.of(decisions, found.loops, TPU)
-        made = Step(step, placed, (), target, found.aliases, found.automatic, found.grouping)
-        peaks.append(measure(emit(made, policy).lower(), target)[1].peak)
+        placed, policy = target.abstract(args), Policy.of(decisions, step_trace.loops, TPU)
+        planned_step = Step(
+            step, placed, (), target, step_trace.aliases, step_trace.automatic, step_trace.grouping
+        )
+        peaks.append(measure(emit(planned_step, policy).lower(), target)[1].peak)
     nothing, some, everything = peaks
     assert (some - nothing) / (everything - nothing) == pytest.approx(0.5, abs=0.1)
 
@@ -255,11 +258,11 @@ def test_layers_apart_are_not_used_where_they_take_longer_by_their_instructions(
 )
 def test_nested_results_equal_the_plain_step(framework):
     step, args = STEPS[framework](64, 32, scan=True)
-    found = trace(step, *args, grouping=Grouping(3, nested=True))
-    in_loops = [r for r in found.regions if r.nest.loops]
+    step_trace = trace(step, *args, grouping=Grouping(3, nested=True))
+    in_loops = [r for r in step_trace.regions if r.nest.loops]
     assert {(r.nest.trips, r.nest.loops) for r in in_loops} == {(LAYERS, 2)}
-    values = [v.name for r in found.regions for v in residuals(r, resolve("tpu:v5e:2x2"))]
-    run = jax.jit(under(found, dict.fromkeys(values, Decision.RECOMPUTE), step))
+    values = [v.name for r in step_trace.regions for v in residuals(r, resolve("tpu:v5e:2x2"))]
+    run = jax.jit(under(step_trace, dict.fromkeys(values, Decision.RECOMPUTE), step))
     assert {e.params["length"] for e in loops(run.trace(*args).jaxpr)} == {LAYERS // 3}
     assert_equal(run(*args), jax.jit(step)(*args))
 
@@ -277,9 +280,9 @@ def test_nested_layers_whose_shapes_are_asked_for_first():
 
     layer = jdelta.remat(lambda w, x: jnp.tanh(x @ w))
     args = jnp.ones((4, 8, 8)), jnp.linspace(-1, 1, 2 * 5 * 8).reshape(2, 5, 8)
-    found = trace(step, *args, grouping=Grouping(2, nested=True))
-    values = [v.name for r in found.regions for v in residuals(r, resolve("tpu:v5e:2x2"))]
-    run = jax.jit(under(found, dict.fromkeys(values, Decision.RECOMPUTE), step))
+    step_trace = trace(step, *args, grouping=Grouping(2, nested=True))
+    values = [v.name for r in step_trace.regions for v in residuals(r, resolve("tpu:v5e:2x2"))]
+    run = jax.jit(under(step_trace, dict.fromkeys(values, Decision.RECOMPUTE), step))
     assert_equal(run(*args), jax.jit(step)(*args))
 
 
@@ -346,18 +349,18 @@ def unrolled(unroll, *, reverse=False, marked=True):
 def test_layers_in_no_loop_are_regions_of_their_own(unroll, looped, count, reverse, marked):
     """Two in an iteration leave a fifth; a loop of one iteration is none to the compiler."""
     step, args = unrolled(unroll, reverse=reverse, marked=marked)
-    found, decisions = planned(step, 0.3, *args)
-    assert sum(region.nest.loops for region in found.regions) == looped
-    assert len(found.regions) == count
+    step_trace, decisions = planned(step, 0.3, *args)
+    assert sum(region.nest.loops for region in step_trace.regions) == looped
+    assert len(step_trace.regions) == count
     assert Decision.RECOMPUTE in decisions.values()
-    got = jax.jit(under(found, decisions, step))(*args)
+    got = jax.jit(under(step_trace, decisions, step))(*args)
     assert_equal(got, jax.jit(step)(*args))
 
 
 def test_a_loop_of_one_layer_is_none():
     step, (w, keys, x) = unrolled(1)
-    found = trace(step, w[:1], keys[:1], x)
-    assert [region.nest.loops for region in found.regions] == [0]
+    step_trace = trace(step, w[:1], keys[:1], x)
+    assert [region.nest.loops for region in step_trace.regions] == [0]
 
 
 def test_a_carry_keeps_the_type_that_the_loop_gives_it():
@@ -374,8 +377,8 @@ def test_a_carry_keeps_the_type_that_the_loop_gives_it():
         return jax.value_and_grad(loss)(w)
 
     args = jnp.ones((3, 8, 8), jnp.bfloat16), jnp.ones((4, 8), jnp.bfloat16)
-    found, decisions = planned(step, 0.0, *args)
-    got, expected = (jax.eval_shape(f, *args) for f in (under(found, decisions, step), step))
+    step_trace, decisions = planned(step, 0.0, *args)
+    got, expected = (jax.eval_shape(f, *args) for f in (under(step_trace, decisions, step), step))
     assert got == expected
 
 
@@ -418,24 +421,24 @@ def test_a_loop_that_is_unrolled_takes_no_more_than_by_hand(unroll, target):
     lowered = jax.jit(by_hand, donate_argnums=0).trace(*args)
     lowered = lowered.lower(lowering_platforms=(target.platform,))
     step = blocks(two_products, unroll)
-    found = trace(step, *args)
-    names = [v.name for region in found.regions for v in residuals(region, target)]
+    step_trace = trace(step, *args)
+    names = [v.name for region in step_trace.regions for v in residuals(region, target)]
     policy = Policy.of(
         dict.fromkeys(names, Decision.RECOMPUTE),
-        found.loops,
+        step_trace.loops,
         target.backend,
-        together=found.together,
+        together=step_trace.together,
     )
-    made = Step(step, args, (0,), target, found.aliases, found.automatic)
-    floor = measure(emit(made, policy).lower(), target)[1].peak
+    planned_step = Step(step, args, (0,), target, step_trace.aliases, step_trace.automatic)
+    floor = measure(emit(planned_step, policy).lower(), target)[1].peak
     assert floor <= 1.02 * measure(lowered, target)[1].peak
 
 
 def test_layers_that_an_iteration_runs_together_are_shielded():
     step, args = unrolled(2)
-    found = trace(step, *args)
-    looped, apart = found.regions
-    policy = Policy.of({}, found.loops, TPU, together=found.together)
-    assert found.together == {looped.name}
+    step_trace = trace(step, *args)
+    looped, apart = step_trace.regions
+    policy = Policy.of({}, step_trace.loops, TPU, together=step_trace.together)
+    assert step_trace.together == {looped.name}
     assert all(policy.prevents_cse(region.name) for region in (looped, apart))
     assert not trace(*unrolled(1)[:1], *args).together

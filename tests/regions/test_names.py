@@ -21,11 +21,11 @@ DEPTH = 4
 
 def names(step, *args):
     """The names of the step's residuals by region, without the region's."""
-    found, priced, _ = decided(step, lambda *_: "save", *args)
-    made = {region.name: set() for region in found.regions}
+    step_trace, priced, _ = decided(step, lambda *_: "save", *args)
+    by_region = {region.name: set() for region in step_trace.regions}
     for r in priced:
-        made[r.region].add(r.name.removeprefix(f"{r.region}/"))
-    return made
+        by_region[r.region].add(r.name.removeprefix(f"{r.region}/"))
+    return by_region
 
 
 def norm(p, x):
@@ -69,10 +69,10 @@ def transformer(width=32, length=64, vocabulary=48):
     return {**embeddings, "h": [one() for _ in range(DEPTH)], "ln_f": normed()}, tokens
 
 
-def by_layer(found):
+def by_layer(by_region):
     """The names of each layer's values, without its number."""
     layers = [set() for _ in range(DEPTH)]
-    for region, inner in found.items():
+    for region, inner in by_region.items():
         head, *rest = region.split("/")
         if head == "h":
             number, *rest = rest
@@ -104,8 +104,8 @@ def test_weights_that_are_not_trained_have_modules_too():
 
     adapters = [{"down": ones(32)} for _ in range(DEPTH)]
     frozen = {"h": [{"up": {"kernel": ones(32, 32)}} for _ in range(DEPTH)]}
-    found = names(jax.grad(adapted), adapters, frozen, ones(64, 32))
-    assert set(found) == {f"h/{i}/up" for i in range(DEPTH)}
+    by_region = names(jax.grad(adapted), adapters, frozen, ones(64, 32))
+    assert set(by_region) == {f"h/{i}/up" for i in range(DEPTH)}
 
 
 def test_scopes_of_the_user_stand_before_the_places_of_weights():
@@ -116,8 +116,8 @@ def test_scopes_of_the_user_stand_before_the_places_of_weights():
         return jnp.sum(x)
 
     params = {"h": [{"kernel": ones(32, 32)} for _ in range(DEPTH)]}
-    found = names(jax.grad(scoped), params, ones(64, 32))
-    assert all(region.startswith("mine") for region in found)
+    by_region = names(jax.grad(scoped), params, ones(64, 32))
+    assert all(region.startswith("mine") for region in by_region)
 
 
 def test_the_users_checkpoints_are_not_compared_with_what_is_between_them():
@@ -141,10 +141,10 @@ def test_a_formula_names_no_region():
         return jnp.sum(x)
 
     params = [ones(32, 32) for _ in range(DEPTH)]
-    found = names(jax.grad(of_sums), params, ones(64, 32))
-    assert len(found) == DEPTH
-    assert not any("->" in region for region in found)
-    assert all(any("bi,ij->bj" in name for name in names) for names in found.values())
+    by_region = names(jax.grad(of_sums), params, ones(64, 32))
+    assert len(by_region) == DEPTH
+    assert not any("->" in region for region in by_region)
+    assert all(any("bi,ij->bj" in name for name in names) for names in by_region.values())
 
 
 def test_rows_of_a_scan_have_the_modules_of_their_stacks():
@@ -201,9 +201,9 @@ UNROLLED = {
 def test_every_framework_has_its_own_names(framework):
     region, inner = UNROLLED[framework]
     step, args = STEPS[framework](64, 32, scan=False)
-    found = names(step, *args)
-    assert list(found) == [region.format(i) for i in range(LAYERS)]
-    assert all(inner <= layer for layer in found.values())
+    by_region = names(step, *args)
+    assert list(by_region) == [region.format(i) for i in range(LAYERS)]
+    assert all(inner <= layer for layer in by_region.values())
 
 
 MORE = [
@@ -218,8 +218,8 @@ def test_frameworks_that_are_not_in_the_matrix_have_names_too(framework, region,
     if importlib.util.find_spec(framework.__name__) is None:
         pytest.skip("not installed")
     step, args = framework(64, 32)
-    found, priced, _ = decided(step, lambda *_: "save", *args)
-    assert len(found.regions) == LAYERS
+    step_trace, priced, _ = decided(step, lambda *_: "save", *args)
+    assert len(step_trace.regions) == LAYERS
     assert {f"{region}/{product}", f"{region}/{last}"} <= {r.name for r in priced}
     assert all(r.line.startswith("frameworks.py:") for r in priced)
 
@@ -271,6 +271,8 @@ def test_columns_without_a_cell_are_left_out():
 def test_layers_that_are_numbered_through_the_model_are_one_row():
     step, args = STEPS["Haiku"](64, 32, scan=False)
     _, priced, _ = decided(step, lambda *_: "save", *args)
-    found = {row.name: row.regions for row in rows(priced, {r.name: Decision.SAVE for r in priced})}
-    assert found["region_*/tanh"] == LAYERS
-    assert found["region_*/linear_*/add"] == LAYERS - 1  # the first one has no number
+    counts = {
+        row.name: row.regions for row in rows(priced, {r.name: Decision.SAVE for r in priced})
+    }
+    assert counts["region_*/tanh"] == LAYERS
+    assert counts["region_*/linear_*/add"] == LAYERS - 1  # the first one has no number

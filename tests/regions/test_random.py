@@ -27,8 +27,8 @@ def equations(program):
 
 def barriers(program):
     """Dtype and shape of what each barrier hands on."""
-    found = [e for e in equations(program) if e.primitive.name == BARRIER]
-    return [(str(v.aval.dtype), v.aval.shape) for e in found for v in e.outvars]
+    eqns = [e for e in equations(program) if e.primitive.name == BARRIER]
+    return [(str(v.aval.dtype), v.aval.shape) for e in eqns for v in e.outvars]
 
 
 def written(fun, *args):

@@ -66,10 +66,10 @@ def emitted(loss, saved=()):
 
     @functools.wraps(loss)
     def run(*args):
-        found = trace(jax.grad(loss), *args)
-        regions = tuple((region.name, region.nest.loops) for region in found.regions)
+        step_trace = trace(jax.grad(loss), *args)
+        regions = tuple((region.name, region.nest.loops) for region in step_trace.regions)
         policy = Policy(frozenset(saved), frozenset(), frozenset(), regions)
-        with _jax.session_context(Session(policy, found.aliases)):
+        with _jax.session_context(Session(policy, step_trace.aliases)):
             return loss(*args)
 
     return run
@@ -121,8 +121,8 @@ def test_a_saved_value_that_nothing_needs_is_not_kept():
         return jnp.tanh(x @ w + 1.0)
 
     saved = ["marked/add", "marked/tanh"]
-    found = named_residuals(emitted(loss, saved), W, X)
-    assert "marked/add" not in found
+    names = named_residuals(emitted(loss, saved), W, X)
+    assert "marked/add" not in names
 
 
 def looking(w, x):
@@ -145,13 +145,13 @@ def test_what_no_gradient_reaches_is_no_residual(use):
 
         return jax.value_and_grad(loss, has_aux=True)(w)
 
-    found, priced, decisions = decided(
+    step_trace, priced, decisions = decided(
         functools.partial(step, jdelta.remat(looking)), lambda i, r: Decision.SAVE, W, X
     )
     needed = {r.name.split("/")[-1] for r in priced if r.needed}
     assert needed == {*READ_OF_TANH, "sin", "cos"}
     assert needed.isdisjoint({"exp", "div", "integer_pow", "reduce_sum", "reduce_sum_1"})
-    run = under(found, decisions, functools.partial(step, jdelta.remat(looking)))
+    run = under(step_trace, decisions, functools.partial(step, jdelta.remat(looking)))
     assert_close(jax.jit(run)(W, X), step(looking, W, X))
 
 
@@ -170,8 +170,8 @@ def test_what_is_printed(call, decision, times, capsys):
         return jax.grad(lambda w: jnp.sum(unit(w, unit(w, x)) ** 2))(w)
 
     marked = functools.partial(step, jdelta.remat(unit))
-    found, priced, _ = decided(marked, lambda i, r: decision, W, X)
-    run = under(found, dict.fromkeys([r.name for r in priced], decision), marked)
+    step_trace, priced, _ = decided(marked, lambda i, r: decision, W, X)
+    run = under(step_trace, dict.fromkeys([r.name for r in priced], decision), marked)
     got = jax.jit(run)(W, X)
     jax.effects_barrier()
     assert len(capsys.readouterr().out.split()) == 2 * times
@@ -189,9 +189,9 @@ def test_a_gradient_whose_shapes_are_asked_for_first(mark):
 
     xs = jnp.stack([X, 2 * X])
     marked = functools.partial(step, mark(lambda w, x: jnp.tanh(x @ w)))
-    found, _, decisions = decided(marked, lambda i, r: Decision.SAVE, W, xs)
+    step_trace, _, decisions = decided(marked, lambda i, r: Decision.SAVE, W, xs)
     expected = step(lambda w, x: jnp.tanh(x @ w), W, xs)
-    assert_close(jax.jit(under(found, decisions, marked))(W, xs), expected)
+    assert_close(jax.jit(under(step_trace, decisions, marked))(W, xs), expected)
     plan = jdelta.plan(marked, "1MiB", W, xs, pin={"*": "recompute"})
     assert_close(plan.jit()(W, xs), expected)
 
@@ -259,8 +259,8 @@ def test_a_region_inside_another_is_part_of_it():
     def outer(x):
         return jnp.sin(inner(x))
 
-    found = trace(jax.grad(lambda x: outer(x).sum()), X)
-    assert [region.name for region in found.regions] == ["outer"]
+    step_trace = trace(jax.grad(lambda x: outer(x).sum()), X)
+    assert [region.name for region in step_trace.regions] == ["outer"]
 
 
 def test_names_are_the_same_on_every_trace():
@@ -749,8 +749,8 @@ def test_a_plan_as_a_hand_policy_is_refused():
     for pin in (plan, functools.partial(plan), lambda *avals, **params: plan(*avals, **params)):
         with pytest.raises(PlanMismatchError, match=r"pin=plan\.decisions"):
             jdelta.plan(step, "1GiB", X, pin=pin)
-    again = jdelta.plan(step, "1GiB", X, pin=plan.decisions)
-    assert again.decisions == plan.decisions
+    second = jdelta.plan(step, "1GiB", X, pin=plan.decisions)
+    assert second.decisions == plan.decisions
 
 
 def test_a_plan_with_one_more_checkpoint_is_no_policy():

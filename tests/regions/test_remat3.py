@@ -51,10 +51,10 @@ def test_plans_keep_the_same(stack, mark, arrays):
     def planned(on):
         with config.remat3(on):
             loss = functools.partial(stack, mark(unit))
-            found, _, decisions = decided(jax.grad(loss), mixed, *arrays)
+            step_trace, _, decisions = decided(jax.grad(loss), mixed, *arrays)
             assert Decision.OFFLOAD in decisions.values()
-            run = under(found, decisions, lambda *args: with_regions(loss)(*args))
-            grads = jax.jit(under(found, decisions, jax.grad(loss)))(*arrays)
+            run = under(step_trace, decisions, lambda *args: with_regions(loss)(*args))
+            grads = jax.jit(under(step_trace, decisions, jax.grad(loss)))(*arrays)
             return decisions, kept(run, *arrays), grads
 
     (decisions, residuals, grads), off = planned(True), planned(False)
@@ -107,8 +107,8 @@ def test_a_checkpoint_of_the_users_own_follows_the_policy(stack, policy):
     def own(on):
         with config.remat3(on):
             loss = functools.partial(loss_of_checkpoints, stack, policy)
-            found = kept(loss, W, X)
-            return jax.jit(jax.grad(loss))(W, X), found
+            kept_values = kept(loss, W, X)
+            return jax.jit(jax.grad(loss))(W, X), kept_values
 
     (grads, residuals), off = own(True), own(False)
     np.testing.assert_allclose(grads, off[0], rtol=1e-5, atol=1e-5 * float(abs(grads).max()))
@@ -131,8 +131,8 @@ def test_second_derivatives_of_a_checkpoint():
         w, x = jnp.asarray(W, jnp.float64), jnp.asarray(X, jnp.float64)
         expected = product(lambda w: unrolled(plain, w, x), w)
         for stack in (unrolled, scanned):
-            found = product(functools.partial(loss_of_checkpoints, stack, POLICY, x=x), w)
-            np.testing.assert_allclose(found, expected, rtol=1e-10)
+            actual = product(functools.partial(loss_of_checkpoints, stack, POLICY, x=x), w)
+            np.testing.assert_allclose(actual, expected, rtol=1e-10)
 
 
 def test_a_policy_is_refused_where_its_names_might_be_others():

@@ -21,22 +21,22 @@ def plan():
 
 def test_every_residual_is_explained(plan):
     for r in plan.residuals:
-        (found,) = plan.explain(r.name)
-        assert (found.name, found.decision) == (r.name, plan.decisions[r.name])
-        assert (found.bytes, found.shape) == (r.bytes, r.shape)
-        assert found.recompute >= r.seconds
-        assert found.transfers is None
-        assert "CPU" in found.refusal
-        assert all(plan.decisions[name] is Decision.RECOMPUTE for name in found.chain)
-        assert str(found).startswith(f"{r.name}: {found.decision.value}")
+        (explanation,) = plan.explain(r.name)
+        assert (explanation.name, explanation.decision) == (r.name, plan.decisions[r.name])
+        assert (explanation.bytes, explanation.shape) == (r.bytes, r.shape)
+        assert explanation.recompute >= r.seconds
+        assert explanation.transfers is None
+        assert "CPU" in explanation.refusal
+        assert all(plan.decisions[name] is Decision.RECOMPUTE for name in explanation.chain)
+        assert str(explanation).startswith(f"{r.name}: {explanation.decision.value}")
 
 
 def test_a_chain_is_what_has_to_be_computed_first(plan):
     sources = {r.name: r.sources for r in plan.residuals}
     for name, listed in sources.items():
-        (found,) = plan.explain(name)
+        (explanation,) = plan.explain(name)
         dropped = {s for s in listed if plan.decisions[s] is Decision.RECOMPUTE}
-        assert dropped <= set(found.chain)
+        assert dropped <= set(explanation.chain)
 
 
 def test_what_comes_first_lives_longest():
@@ -49,10 +49,10 @@ def test_what_comes_first_lives_longest():
 
 
 def test_more_memory_changes_what_is_recomputed(plan):
-    found = [e for e in plan.explain("*") if e.turning is not None]
-    assert found
-    assert all(e.turning > 0 for e in found if e.decision is Decision.RECOMPUTE)
-    assert all(e.turning <= 0 for e in found if e.decision is Decision.SAVE)
+    explanations = [e for e in plan.explain("*") if e.turning is not None]
+    assert explanations
+    assert all(e.turning > 0 for e in explanations if e.decision is Decision.RECOMPUTE)
+    assert all(e.turning <= 0 for e in explanations if e.decision is Decision.SAVE)
 
 
 def test_alike_residuals_are_explained_together(plan):
@@ -71,8 +71,8 @@ def test_no_compiler_is_needed_to_explain(tmp_path, plan, monkeypatch):
     text = record.read_text().replace('"target": "cpu"', '"target": "cuda:h100:1x1x8"')
     record.write_text(text)
     monkeypatch.setattr("jdelta._src.backends.target.topology_devices", None)
-    (found, *_) = jdelta.load(str(record)).explain("*/mlpwi")
-    assert found.transfers is not None or found.refusal
+    (explanation, *_) = jdelta.load(str(record)).explain("*/mlpwi")
+    assert explanation.transfers is not None or explanation.refusal
 
 
 # --- The question that was asked ----------------------------------------------------------------
@@ -101,20 +101,20 @@ class KeepsNothing(Solver):
 
 def test_a_pinned_decision_is_explained_by_its_pin(tmp_path):
     shapes, pin = small.make_args(), {"*/mlpwi": "recompute", "*/cos": "save"}
-    made = jdelta.plan(small.step, 0.8, *shapes, donate_argnums=0, pin=pin)
-    for plan in (made, loaded(made, tmp_path)):
+    original = jdelta.plan(small.step, 0.8, *shapes, donate_argnums=0, pin=pin)
+    for plan in (original, loaded(original, tmp_path)):
         assert {e.name for e in plan.explain("*") if e.pinned} == {"region/mlpwi", "region/cos"}
-        (found,) = plan.explain("*/mlpwi")
-        assert found.turning is None
-        assert str(found).startswith("region/mlpwi: recompute (pinned)\n")
+        (explanation,) = plan.explain("*/mlpwi")
+        assert explanation.turning is None
+        assert str(explanation).startswith("region/mlpwi: recompute (pinned)\n")
         says = "No amount of memory for residuals changes this decision: it was pinned."
-        assert str(found).endswith(says)
-    answer = dataclasses.replace(made.answer, pinned=())
-    assert turnings(dataclasses.replace(made, answer=answer)) != turnings(made)
-    total = sum(r.bytes for r in made.residuals)
-    turning = [found for found in turnings(made).values() if found is not None]
+        assert str(explanation).endswith(says)
+    answer = dataclasses.replace(original.answer, pinned=())
+    assert turnings(dataclasses.replace(original, answer=answer)) != turnings(original)
+    total = sum(r.bytes for r in original.residuals)
+    turning = [extra for extra in turnings(original).values() if extra is not None]
     assert turning
-    assert all(abs(found) <= total for found in turning)
+    assert all(abs(extra) <= total for extra in turning)
 
 
 def test_alike_residuals_are_apart_where_some_are_pinned():
@@ -123,9 +123,9 @@ def test_alike_residuals_are_apart_where_some_are_pinned():
     name = next(r.name for r in first.residuals if r.name.endswith("mlpwi"))
     pin = {"*": "save", name: "recompute"}
     plan = jdelta.plan(small.unrolled_step, "1GiB", *shapes, pin=pin)
-    found = plan.explain("*/mlpwi")
-    assert sum(e.instances for e in found) == small.LAYERS
-    assert all(e.pinned for e in found)
+    explanations = plan.explain("*/mlpwi")
+    assert sum(e.instances for e in explanations) == small.LAYERS
+    assert all(e.pinned for e in explanations)
     answer = dataclasses.replace(plan.answer, pinned=((name, Decision.RECOMPUTE),))
     by_hand, *others = dataclasses.replace(plan, answer=answer).explain("*/mlpwi")
     assert (by_hand.name, by_hand.pinned, by_hand.instances) == (name, True, 1)
@@ -134,48 +134,52 @@ def test_alike_residuals_are_apart_where_some_are_pinned():
 
 def test_the_solver_that_was_asked_for_explains(tmp_path, monkeypatch):
     shapes = small.make_args()
-    made = jdelta.plan(small.step, 0.8, *shapes, donate_argnums=0, per_layer=False, solver="milp")
-    explained = turnings(made)
+    original = jdelta.plan(
+        small.step, 0.8, *shapes, donate_argnums=0, per_layer=False, solver="milp"
+    )
+    explained = turnings(original)
     assert any(explained.values())
 
     def solve(*_):
         raise AssertionError("the heuristic was asked")
 
     monkeypatch.setattr(jdelta.Knapsack, "solve", solve)
-    assert turnings(loaded(made, tmp_path)) == explained
+    assert turnings(loaded(original, tmp_path)) == explained
 
 
 def test_a_solver_that_no_file_can_hold_is_named(tmp_path, plan):
-    made = dataclasses.replace(asking(plan, solver=repr(KeepsNothing())), _solver=KeepsNothing())
-    assert not any(turnings(made).values())
-    assert "So says" not in str(made.explain("*"))
-    read = loaded(made, tmp_path)
-    assert read == made
+    original = dataclasses.replace(
+        asking(plan, solver=repr(KeepsNothing())), _solver=KeepsNothing()
+    )
+    assert not any(turnings(original).values())
+    assert "So says" not in str(original.explain("*"))
+    read = loaded(original, tmp_path)
+    assert read == original
     assert read.solver is None
     assert turnings(read) == turnings(plan)
-    for found in read.explain("*"):
+    for explanation in read.explain("*"):
         says = "So says knapsack: no file can hold the plan's KeepsNothing(because='it is simple')."
-        assert says in " ".join(str(found).split())
+        assert says in " ".join(str(explanation).split())
 
 
 def test_the_host_has_the_room_that_was_asked_for(tmp_path):
     shapes = small.make_args(1 << 16)
-    made = jdelta.plan(small.step, 0.6, *shapes, donate_argnums=0, per_layer=False)
-    room, none = (asking(made, target="tpu:v5e:2x2", host_budget=h) for h in (None, 0))
+    original = jdelta.plan(small.step, 0.6, *shapes, donate_argnums=0, per_layer=False)
+    room, none = (asking(original, target="tpu:v5e:2x2", host_budget=h) for h in (None, 0))
     assert turnings(none) != turnings(room)
     assert turnings(loaded(none, tmp_path)) == turnings(none)
 
 
 def test_what_was_pinned_to_the_host_is_explained_where_jaxlib_refuses_that(monkeypatch):
     shapes = small.make_args(1 << 16)
-    made = jdelta.plan(small.step, "1GiB", *shapes, donate_argnums=0, pin={"*": "recompute"})
-    answer = dataclasses.replace(made.answer, pinned=(("region/mlpwi", Decision.OFFLOAD),))
+    original = jdelta.plan(small.step, "1GiB", *shapes, donate_argnums=0, pin={"*": "recompute"})
+    answer = dataclasses.replace(original.answer, pinned=(("region/mlpwi", Decision.OFFLOAD),))
     refused = "as an older jaxlib"
     monkeypatch.setattr("jdelta._src.backends.target._offload_refusal", lambda _: refused)
-    plan = dataclasses.replace(asking(made, target="cuda:h100:1x1x8"), answer=answer)
-    (found,) = plan.explain("region/mlpwi")
-    assert found.pinned
-    assert found.refusal == refused
+    plan = dataclasses.replace(asking(original, target="cuda:h100:1x1x8"), answer=answer)
+    (explanation,) = plan.explain("region/mlpwi")
+    assert explanation.pinned
+    assert explanation.refusal == refused
 
 
 # --- A step that does not fit -------------------------------------------------------------------
@@ -183,13 +187,13 @@ def test_what_was_pinned_to_the_host_is_explained_where_jaxlib_refuses_that(monk
 
 def test_oom_lists_what_is_alive_at_the_peak():
     args = small.make_args(1 << 20)
-    found = jdelta.explain_oom(small.step, *args, target="cpu")
-    sizes = [alive.bytes for alive in found.alive]
+    oom = jdelta.explain_oom(small.step, *args, target="cpu")
+    sizes = [alive.bytes for alive in oom.alive]
     assert sizes == sorted(sizes, reverse=True)
-    assert found.needed * 0.5 <= sum(sizes) <= found.needed * 1.5
-    given = sum(alive.bytes for alive in found.alive if alive.what == "argument")
-    assert given == sum(x.size * 4 for x in jax.tree.leaves(args))
-    assert any(alive.name == "region/sin" for alive in found.alive)
+    assert oom.needed * 0.5 <= sum(sizes) <= oom.needed * 1.5
+    argument_bytes = sum(alive.bytes for alive in oom.alive if alive.what == "argument")
+    assert argument_bytes == sum(x.size * 4 for x in jax.tree.leaves(args))
+    assert any(alive.name == "region/sin" for alive in oom.alive)
 
 
 def test_what_an_operation_takes_for_itself_is_named():
@@ -201,8 +205,8 @@ def test_what_an_operation_takes_for_itself_is_named():
         return jax.grad(lambda ws: jnp.sum(jnp.tanh(jax.lax.ragged_dot(x, ws, sizes))))(ws)
 
     args = jnp.ones((groups, width, width)), jnp.ones((rows, width))
-    found = jdelta.explain_oom(step, *args, target="cpu")
-    own = [alive for alive in found.alive if alive.shape == "workspace"]
+    oom = jdelta.explain_oom(step, *args, target="cpu")
+    own = [alive for alive in oom.alive if alive.shape == "workspace"]
     assert [(alive.name, alive.bytes) for alive in own] == [
         ("ragged_dot_general", 2 * groups * rows * width * 4)
     ]
@@ -213,29 +217,29 @@ def test_what_an_operation_takes_for_itself_is_named():
 
 def test_oom_says_what_would_help():
     args = small.make_args(1 << 20)
-    given = jdelta.explain_oom(small.step, *args, target="cpu")
-    assert any("donate_argnums" in remedy for remedy in given.remedies)
+    undonated = jdelta.explain_oom(small.step, *args, target="cpu")
+    assert any("donate_argnums" in remedy for remedy in undonated.remedies)
     donated = jdelta.explain_oom(small.step, *args, target="cpu", donate_argnums=0)
     assert not any("donate_argnums" in remedy for remedy in donated.remedies)
 
 
 def test_oom_where_no_plan_fits(monkeypatch):
     monkeypatch.setattr("jdelta._src.backends.target._memory", lambda _: 8 << 20)
-    found = jdelta.explain_oom(small.step, *small.make_args(1 << 16), target="cpu")
-    assert found.plan is None
-    assert found.floor is not None
-    assert found.floor > found.memory
-    assert any("No plan fits" in remedy for remedy in found.remedies)
-    assert "does not fit" in str(found)
+    oom = jdelta.explain_oom(small.step, *small.make_args(1 << 16), target="cpu")
+    assert oom.plan is None
+    assert oom.floor is not None
+    assert oom.floor > oom.memory
+    assert any("No plan fits" in remedy for remedy in oom.remedies)
+    assert "does not fit" in str(oom)
 
 
 def test_oom_where_a_plan_fits(monkeypatch):
     monkeypatch.setattr("jdelta._src.backends.target._memory", lambda _: 56 << 20)
-    found = jdelta.explain_oom(small.step, *small.make_args(4096), target="cpu")
-    assert found.needed > found.memory
-    assert found.plan is not None
-    assert found.plan.compiled_peak <= found.memory
-    assert any("jdelta.jit" in remedy for remedy in found.remedies)
+    oom = jdelta.explain_oom(small.step, *small.make_args(4096), target="cpu")
+    assert oom.needed > oom.memory
+    assert oom.plan is not None
+    assert oom.plan.compiled_peak <= oom.memory
+    assert any("jdelta.jit" in remedy for remedy in oom.remedies)
 
 
 def test_nothing_is_logged_unless_asked(caplog, capfd):

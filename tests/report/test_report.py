@@ -27,8 +27,8 @@ def plan():
 @pytest.fixture(scope="module")
 def others():
     pin = {"*": "recompute"}
-    made = jdelta.plan(small.unrolled_step, None, *small.make_args(), donate_argnums=0, pin=pin)
-    return {"by hand": made}
+    by_hand = jdelta.plan(small.unrolled_step, None, *small.make_args(), donate_argnums=0, pin=pin)
+    return {"by hand": by_hand}
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def page(plan, others, tmp_path):
 
 
 def data_of(text):
-    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
-    return json.loads(found[1])
+    match = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    return json.loads(match[1])
 
 
 def test_the_timeline_is_that_of_the_simulation_at_the_compiled_scale(plan):
@@ -151,8 +151,8 @@ def test_the_page_draws_itself(plan, page, tmp_path, width):
 
 
 def test_figures_for_files(plan, others, tmp_path):
-    found = jdelta.frontier(small.step, *small.make_args(), budgets=(0.9, 0.5, 0.01))
-    figures = [plot.memory(plan), plot.decisions(plan), plot.frontier(found, others)]
+    frontier = jdelta.frontier(small.step, *small.make_args(), budgets=(0.9, 0.5, 0.01))
+    figures = [plot.memory(plan), plot.decisions(plan), plot.frontier(frontier, others)]
     for number, figure in enumerate(figures):
         figure.savefig(path := tmp_path / f"{number}.png")
         assert path.stat().st_size > 5_000
@@ -198,6 +198,6 @@ def test_every_decision_has_a_colour():
 def test_values_are_called_by_their_names():
     from jdelta._src.regions.trace import trace
 
-    found = trace(small.step, *small.make_args(8))
-    names = set(labels(found.graph, found.plan_name).values())
+    step_trace = trace(small.step, *small.make_args(8))
+    names = set(labels(step_trace.graph, step_trace.plan_name).values())
     assert {"region/sin", "region/input"} <= names

@@ -226,8 +226,10 @@ def test_frontier_holds_every_answer(problem: Problem):
     [(-1.0, 1.0, 1.0), (1.0, -1.0, 1.0), (1.0, 1.0, -1.0), (math.nan, 1.0, 1.0)],
 )
 def test_nothing_fits(solver: Solver, capacities: tuple[float, float, float]):
-    device, near, far = capacities
-    solution = solver.solve(Problem(tiered((1, 2, 0, 0)), device, host(near) + files(far)))
+    device, host_bytes, file_bytes = capacities
+    solution = solver.solve(
+        Problem(tiered((1, 2, 0, 0)), device, host(host_bytes) + files(file_bytes))
+    )
     assert solution.outcome is Outcome.INFEASIBLE
     assert solution.decisions == (RECOMPUTE_,)
     assert solution.overhead == 2.0

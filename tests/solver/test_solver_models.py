@@ -91,8 +91,8 @@ def scattered(count: int) -> tuple[Item, ...]:
     generator = random.Random(count)
     build = Builder()
     for k in range(count):
-        near = {k - 1 - int(generator.expovariate(0.5)) for _ in range(generator.randint(0, 2))}
-        sources = tuple(sorted(s for s in near if s >= 0))
+        indices = {k - 1 - int(generator.expovariate(0.5)) for _ in range(generator.randint(0, 2))}
+        sources = tuple(sorted(s for s in indices if s >= 0))
         size, flops = int(2 ** generator.uniform(20, 30)), 10 ** generator.uniform(8, 12.5)
         build.add(size, flops, *sources, needed=generator.random() < 0.7)
     return tuple(build.items)
@@ -165,8 +165,8 @@ def test_files_beside_the_host(part: float, room: float, far: float):
     assert validate(problem, heuristic) == []
     assert heuristic.moved_bytes[1] > 0
     assert share(problem, heuristic.overhead, exact.overhead) >= 0.99
-    near = replace(problem, items=transformer(12, 25e9))
-    assert heuristic.overhead < Knapsack().solve(near).overhead
+    host_only = replace(problem, items=transformer(12, 25e9))
+    assert heuristic.overhead < Knapsack().solve(host_only).overhead
 
 
 @pytest.mark.parametrize("share_of_step", [0.05, 0.3, 1.0])

@@ -19,13 +19,13 @@ from tests.solver_problems import (
     RECOMPUTE_,
     SAVE_,
     files,
-    held,
     host,
     movable,
     plain,
     problems,
     states,
     tiered,
+    usage,
 )
 
 OFFLOAD, SPILL = map(code_of, AWAY)
@@ -86,7 +86,7 @@ def test_filter_finds_the_hull(problem: Problem):
         decisions = [SAVE_ if code == SAVE else RECOMPUTE_ for code in corner.codes]
         assert problem.overhead(decisions) + plain == pytest.approx(corner.seconds, abs=1e-9)
     for decisions in states(problem):
-        device, *_ = held(problem, decisions)
+        device, *_ = usage(problem, decisions)
         assert problem.overhead(decisions) + plain >= np.interp(device, kept, seconds) - 1e-6
 
 
@@ -110,7 +110,7 @@ def directed(problem: Problem, wish: list[int], price: float = 0.0) -> tuple[lis
     codes, kept, overhead = Director(problem).direct(wishes, np.array([price]))
     decisions = [DECISIONS[code] for code in codes[0]]
     assert overhead[0] == pytest.approx(problem.overhead(decisions))
-    assert kept[0] == held(problem, tuple(decisions))[0]
+    assert kept[0] == usage(problem, tuple(decisions))[0]
     return codes[0].tolist(), float(overhead[0])
 
 
@@ -137,9 +137,9 @@ def test_director_uses_one_link_after_the_other():
 def corner(chains: Chains, exits: Exits, codes: list[int]) -> Corner:
     """The corner that codes make."""
     chains.start([code != RECOMPUTE for code in codes])
-    again = [i for i in range(len(codes)) if chains.uses[i] and not chains.kept[i]]
+    recomputed = [i for i in range(len(codes)) if chains.uses[i] and not chains.kept[i]]
     row = np.array(codes, dtype=np.int8)
-    seconds = sum(chains.items[i].seconds for i in again) + exits.seconds[row >= MOVED].sum()
+    seconds = sum(chains.items[i].seconds for i in recomputed) + exits.seconds[row >= MOVED].sum()
     kept = sum(i.bytes for i, code in zip(chains.items, codes, strict=True) if code == SAVE)
     return Corner(kept, float(seconds), row)
 

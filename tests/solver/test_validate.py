@@ -57,7 +57,7 @@ FAR = Solution((SPILL, SAVE), 4.0, 2.0, (0.0, 5.0), Outcome.OPTIMAL)
 def test_validate_finds(problem: Problem, solution: Solution, fault: str):
     assert validate(GOOD, RIGHT) == []
     assert validate(GOOD, FAR) == []
-    assert any(fault in found for found in validate(problem, solution))
+    assert any(fault in message for message in validate(problem, solution))
 
 
 @MANY

@@ -128,10 +128,10 @@ def test_the_device_waits_for_the_link(name, tmp_path):
     """As long as all bytes take there and back, however quick the files are."""
     step, args = network()
     target = published(name)
-    found = [r for region in trace(step, *args).regions for r in residuals(region, target)]
+    priced = [r for region in trace(step, *args).regions for r in residuals(region, target)]
     rates, spill = target.rates, jdelta.Spill(str(tmp_path), least="1KiB")
-    way = to_files(spill, SpillRates(1e15, 1e15), found, target)
-    r = next(r for r in found if way.refusal(r) is None)
+    way = to_files(spill, SpillRates(1e15, 1e15), priced, target)
+    r = next(r for r in priced if way.refusal(r) is None)
     link = 1 / rates.device_to_host + 1 / rates.host_to_device
     assert way.move(r).seconds == pytest.approx(r.bytes * r.repeats * link, rel=0.01)
 

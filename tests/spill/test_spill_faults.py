@@ -287,14 +287,14 @@ def test_one_name_written_twice_or_read_twice_is_an_error():
         run(twice)
 
     @jax.jit
-    def again(x):
+    def read_twice(x):
         token = write(store, x, slot=0)
         y = read(store, token, jax.typeof(x), slot=0)
         row = jnp.where(y[0, 0] > 100, 1, 0)
         return y + read(store, token, jax.typeof(x), slot=0, row=row)
 
     with pytest.raises(SpillError, match="slot 0, row 0 is read but not there"):
-        run(again)
+        run(read_twice)
 
 
 def test_write_and_read_in_two_computations_is_an_error():

@@ -174,7 +174,7 @@ def test_handlers_are_tried_before_they_are_relied_on(monkeypatch):
     with pytest.raises(SpillError, match="do not come back as they were"):
         trial.try_out(forgets)
     monkeypatch.undo()
-    monkeypatch.setattr(trial, "Spill", lambda *_, **given: Spill("/", limit=1, **given))
+    monkeypatch.setattr(trial, "Spill", lambda *_, **options: Spill("/", limit=1, **options))
     with pytest.raises(SpillError, match="more than limit=1"):
         trial.try_out(fails)
 

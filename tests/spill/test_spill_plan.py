@@ -82,8 +82,8 @@ def test_hidden_scopes_are_those_of_the_paper(bandwidth):
 def test_hidden_scopes_by_hand():
     scopes = [Scope(f"{i}", 100.0, 1.0) for i in range(4)]
     # 100 n + 200 bytes within 12 - 2 n seconds: 200 / 12, 300 / 10, 400 / 8, 500 / 6.
-    found = [hidden_scopes(scopes, rate, math.inf) for rate in (16, 17, 29, 31, 49, 51, 83, 84)]
-    assert found == [0, 1, 1, 2, 2, 3, 3, 4]
+    counts = [hidden_scopes(scopes, rate, math.inf) for rate in (16, 17, 29, 31, 49, 51, 83, 84)]
+    assert counts == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
 def test_hidden_scopes_leave_room_in_the_pool():
@@ -91,23 +91,23 @@ def test_hidden_scopes_leave_room_in_the_pool():
     # At 84 bytes a second 16 are left of each scope, and the pool has to hold a whole one.
     assert [hidden_scopes(scopes, 84, pool) for pool in (99, 100)] == [0, 4]
     # At 51 bytes a second 49, 98 and 147 are left of the three that the rule allows.
-    found = [hidden_scopes(scopes, 51, pool) for pool in (99, 100, 146, 147, 1000)]
-    assert found == [0, 2, 2, 3, 3]
+    counts = [hidden_scopes(scopes, 51, pool) for pool in (99, 100, 146, 147, 1000)]
+    assert counts == [0, 2, 2, 3, 3]
 
 
 def test_what_is_not_spilled(tmp_path):
     step, args = network(scan=False)
-    found, target = analysed(step, args)
-    size = {r.name: r.bytes for r in found}["block_0/tanh"]
-    link = to_files(jdelta.Spill(str(tmp_path), least=size), RATES, found, target)
-    refusals = {r.name: link.refusal(r) for r in found}
+    priced, target = analysed(step, args)
+    size = {r.name: r.bytes for r in priced}["block_0/tanh"]
+    link = to_files(jdelta.Spill(str(tmp_path), least=size), RATES, priced, target)
+    refusals = {r.name: link.refusal(r) for r in priced}
     assert refusals["block_0/tanh"] is None
     assert refusals["block_0/_bernoulli/lt"] == "too small to be worth a file"
     last = {name for name, why in refusals.items() if "last region" in (why or "")}
-    assert last == {r.name for r in found if r.region == f"block_{LAYERS - 1}" and r.bytes >= size}
+    assert last == {r.name for r in priced if r.region == f"block_{LAYERS - 1}" and r.bytes >= size}
     weights = {tuple(w.shape[1:]) for w in args[0]}
-    assert not [r for r in found if r.shape in weights]  # no residuals, so never spilled
-    one = next(r for r in found if r.name == "block_0/tanh")
+    assert not [r for r in priced if r.shape in weights]  # no residuals, so never spilled
+    one = next(r for r in priced if r.name == "block_0/tanh")
     odd = [dataclasses.replace(one, dtype=dtype) for dtype in ("int4", "key<fry>")]
     assert all("whole bytes" in link.refusal(r) for r in odd)
     into = dataclasses.replace(one, entering=f"block_{LAYERS - 1}/input", region_input=True)
@@ -119,8 +119,8 @@ def test_what_is_not_spilled(tmp_path):
 @pytest.mark.parametrize("rate", [1e9, 2e9, 4e9])
 def test_what_is_beyond_the_rule_costs_its_transfers(tmp_path, rate):
     step, args = network(scan=False)
-    found, target = analysed(step, args)
-    slow = [dataclasses.replace(r, seconds=r.bytes / 8e9 if r.needed else 0.0) for r in found]
+    priced, target = analysed(step, args)
+    slow = [dataclasses.replace(r, seconds=r.bytes / 8e9 if r.needed else 0.0) for r in priced]
     spill = jdelta.Spill(str(tmp_path), least=1024)
     link = to_files(spill, SpillRates(rate, rate), slow, target)
     regions = [f"block_{i}" for i in range(LAYERS)]
@@ -138,9 +138,9 @@ def test_what_is_beyond_the_rule_costs_its_transfers(tmp_path, rate):
     for r, may in zip(slow, open_, strict=True):
         if may:
             move = link.move(r)
-            late = regions.index(r.region) >= hidden
-            assert (move.seconds_out == 0.0) == late
-            if late:
+            exposed = regions.index(r.region) >= hidden
+            assert (move.seconds_out == 0.0) == exposed
+            if exposed:
                 assert move.seconds_exposed == pytest.approx(2 * r.bytes / rate)
     memory = link.memory(slow, link.room)
     assert memory.hidden_out >= sum(s.bytes for s in scopes[:hidden]) / rate
@@ -148,21 +148,21 @@ def test_what_is_beyond_the_rule_costs_its_transfers(tmp_path, rate):
 
 def test_items_may_go_to_files(tmp_path):
     step, args = network()
-    found, target = analysed(step, args)
+    priced, target = analysed(step, args)
     spill = jdelta.Spill(str(tmp_path), limit="5MiB", least=1024)
-    files = to_files(spill, RATES, found, target)
-    items = items_of(found, target, math.inf, NO_PINS, files)
+    files = to_files(spill, RATES, priced, target)
+    items = items_of(priced, target, math.inf, NO_PINS, files)
     moves = {item.name: item.move(Decision.SPILL) for item in items.problem.items}
-    tanh = next(r for r in found if r.name == "block/tanh")
+    tanh = next(r for r in priced if r.name == "block/tanh")
     assert moves["block/tanh"].seconds_out == tanh.bytes / RATES.write
     assert moves["block/tanh"].bytes == tanh.bytes
     assert [memory.capacity for memory in items.problem.memories] == [math.inf, 5 * 2**20]
     assert not any(item.move(Decision.OFFLOAD) for item in items.problem.items)
     assert items.leaving == {"block/input_2": Decision.SPILL}
     with pytest.raises(jdelta.BudgetError, match=r"puts .* in files, more than the"):
-        items_of(found, target, 0.0, Pins({"*dot*": "spill", "*tanh*": "spill"}), files)
+        items_of(priced, target, 0.0, Pins({"*dot*": "spill", "*tanh*": "spill"}), files)
     with pytest.raises(jdelta.PlanMismatchError, match="no directory is given with spill="):
-        items_of(found, target, 0.0, Pins({"block/tanh": "spill"}))
+        items_of(priced, target, 0.0, Pins({"block/tanh": "spill"}))
 
 
 # --- Steps -----------------------------------------------------------------------------------
@@ -177,9 +177,9 @@ def test_items_may_go_to_files(tmp_path):
 )
 def test_frameworks(name, scan, spill):
     step, args = STEPS[name](1024, 32, scan=scan)
-    found, target = analysed(step, args)
-    link = to_files(spill, RATES, found, target)
-    open_ = [r for r in found if r.needed and not r.region_input and link.refusal(r) is None]
+    priced, target = analysed(step, args)
+    link = to_files(spill, RATES, priced, target)
+    open_ = [r for r in priced if r.needed and not r.region_input and link.refusal(r) is None]
     names = [r.name for r in sorted(open_, key=lambda r: -r.bytes)[:3]]
     plan = jdelta.plan(step, None, *args, spill=spill, pin=dict.fromkeys(names, "spill"))
     check(plan.jit()(*args), jax.jit(step)(*args))
@@ -232,17 +232,17 @@ def test_spilling_alone_frees_as_many_bytes(spill):
     step, args = network()
     kept = {"block/mul_3": "save"}
     names = ["block/dot_general"]  # read by the backward pass of every version of JAX
-    near = jdelta.plan(
+    saved = jdelta.plan(
         step, None, *args, spill=spill, pin=kept | dict.fromkeys(names, "save") | DROP
     )
-    far = jdelta.plan(
+    spilled = jdelta.plan(
         step, None, *args, spill=spill, pin=kept | dict.fromkeys(names, "spill") | DROP
     )
-    away = [r for r in far.residuals if far.decisions[r.name] is Decision.SPILL]
+    away = [r for r in spilled.residuals if spilled.decisions[r.name] is Decision.SPILL]
     assert [r.name for r in away] == names
-    assert far.spill_bytes == sum(r.bytes for r in away)
-    freed = near.compiled_peak - (far.compiled_peak - spill.pool_bytes)
-    assert freed >= far.spill_bytes - 2 * sum(r.bytes // r.count for r in away)
+    assert spilled.spill_bytes == sum(r.bytes for r in away)
+    freed = saved.compiled_peak - (spilled.compiled_peak - spill.pool_bytes)
+    assert freed >= spilled.spill_bytes - 2 * sum(r.bytes // r.count for r in away)
 
 
 def test_region_inputs_are_spilled_below_the_floor(spill):
@@ -261,14 +261,14 @@ def test_region_inputs_are_spilled_below_the_floor(spill):
 def test_where_recompute_needs_more_than_simulated_files_are_tried(spill):
     """XLA for CPUs needs half more than the simulated peak to recompute these layers."""
     small = {"width": 64, "hidden": 256, "heads": 2, "vocab": 128, "length": 192}
-    made, plain = (rok.case("gpt", 4, remat, **small) for remat in (jdelta.remat, identity))
-    floor = jdelta.plan(made.step, None, made.state, made.batch, pin={"*": "recompute"})
+    case, plain = (rok.case("gpt", 4, remat, **small) for remat in (jdelta.remat, identity))
+    floor = jdelta.plan(case.step, None, case.state, case.batch, pin={"*": "recompute"})
     assert floor.compiled_peak > 1.3 * floor.predicted_peak
     budget = int(1.02 * floor.compiled_peak)
-    plan = jdelta.plan(made.step, budget, made.state, made.batch, spill=spill)
+    plan = jdelta.plan(case.step, budget, case.state, case.batch, spill=spill)
     assert plan.compiled_peak <= budget
     assert plan.overhead < floor.overhead / 10
-    args = made.init(0)
+    args = case.init(0)
     check(plan.jit()(*args), jax.jit(plain.step)(*args))
     assert flow(plan.store).planned == plan.spill_written > 0
 
@@ -476,8 +476,8 @@ def test_what_the_program_does_not_write_and_read_is_an_error(breaks, spill, mon
 
 def test_what_nobody_reads_is_not_missed(spill):
     step, args = network()
-    found, _ = analysed(step, args)
-    unread = [r.name for r in found if not r.needed and r.bytes > MIB]
+    priced, _ = analysed(step, args)
+    unread = [r.name for r in priced if not r.needed and r.bytes > MIB]
     assert unread
     one = "block/dot_general"
     pin = {"*": "save", one: "spill", **dict.fromkeys(unread, "spill")}
@@ -547,13 +547,13 @@ def test_a_unit_reads_from_host_memory_and_from_files(tmp_path, platform):
     """What is emitted, run where all memory is one: the same numbers, all bytes through files."""
     step, args = network(512, scan=False)
     away = {"tanh": Decision.OFFLOAD, "dot_general": Decision.SPILL}
-    found, priced, kept = decided(step, lambda *_: "save", *args)
+    step_trace, priced, kept = decided(step, lambda *_: "save", *args)
     decisions = {r.name: away.get(r.name.split("/")[-1], kept[r.name]) for r in priced}
     assert set(away.values()) < set(decisions.values())
     store = open_store(tmp_path)
     spills = {"store": store, "is_spilled": lambda name: decisions[name] is Decision.SPILL}
     context = Context(backend_of(platform), resolve("cpu").rates, offloads=True, **spills)
-    staged = Program(jax.make_jaxpr(under(found, decisions, step))(*args))
+    staged = Program(jax.make_jaxpr(under(step_trace, decisions, step))(*args))
     program = timed(spill_pass.spilled(staged, context), context)
     got = jax.jit(functools.partial(_jax.evaluate, program.jaxpr))(*jax.tree.leaves(args))
     check(got, jax.tree.leaves(jax.jit(step)(*args)))
@@ -594,11 +594,11 @@ def drifting(monkeypatch, spill, rates, durations):
     """Warnings of a directory that is measured at these rates when steps take so long."""
     drift = Drift(spill, RATES)
     monkeypatch.setattr("jdelta._src.spill.rates._measure", lambda _: rates)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         for seconds in durations:
             drift.add(seconds)
-    return [str(w.message) for w in found if w.category is jdelta.SpillDriftWarning]
+    return [str(w.message) for w in records if w.category is jdelta.SpillDriftWarning]
 
 
 def test_a_directory_that_becomes_slow(monkeypatch, spill):

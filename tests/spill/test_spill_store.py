@@ -258,9 +258,9 @@ def test_reads_come_ahead_in_reverse_order_of_writes():
     reads = [order[offset] for kind, offset in device.calls if kind == "read"]
     assert 11 in reads[:2]  # reads that go on at once may overtake each other
     assert sorted(reads) == [7, 8, 9, 10, 11]
-    late = store.counters().late
+    late_reads = store.counters().late
     np.testing.assert_array_equal(take(store, 10), tensors[10])
-    assert store.counters().late == late  # it was there
+    assert store.counters().late == late_reads  # it was there
     for row in reversed(range(10)):
         np.testing.assert_array_equal(take(store, row), tensors[row])
     assert flow(store).read == 12 * MIB  # none twice

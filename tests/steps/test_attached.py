@@ -89,7 +89,7 @@ def test_a_transformer_trains_alike(scan):
         state, batch = case.init(0)
         metrics = []
         for _ in range(STEPS):
-            state, found = step(state, batch)
-            metrics.append(float(found["loss"]))
+            state, outputs = step(state, batch)
+            metrics.append(float(outputs["loss"]))
         losses.append(metrics)
     np.testing.assert_allclose(*losses, rtol=1e-5)

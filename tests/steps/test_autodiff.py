@@ -88,7 +88,7 @@ def drop(i, r):
     return Decision.RECOMPUTE
 
 
-def near(i, r):
+def on_device(i, r):
     return (Decision.SAVE, Decision.RECOMPUTE)[i % 2]
 
 
@@ -115,9 +115,9 @@ def plain_step(make):
 def planned_loss(stack, decide, unit=unit):
     """A loss under decisions for the step that takes its gradient."""
     loss = functools.partial(stack, jdelta.remat(unit), x=X)
-    found, _, decisions = decided(jax.grad(loss), decide, W)
+    step_trace, _, decisions = decided(jax.grad(loss), decide, W)
     assert set(decisions.values()) - {Decision.RECOMPUTE}
-    return under(found, decisions, loss)
+    return under(step_trace, decisions, loss)
 
 
 @STACKS
@@ -131,7 +131,7 @@ def test_functions_with_marks(transform, stack):
 @STACKS
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_functions_under_a_plan(transform, stack):
-    decide = near if transform in TWICE_REVERSE else mixed
+    decide = on_device if transform in TWICE_REVERSE else mixed
     run = functools.partial(TRANSFORMS[transform], planned_loss(stack, decide))
     assert_close(jax.jit(run)(W), plain(transform, stack))
 
@@ -162,10 +162,10 @@ def test_vmap_over_a_marked_function(mark, outside):
     step = jax.grad(functools.partial(loss, run))
     expected = jax.jit(jax.grad(functools.partial(loss, jax.vmap(unit, (None, 0)))))(W)
     assert_close(jax.jit(step)(W), expected)
-    found, priced, decisions = decided(step, lambda i, r: Decision.SAVE, W)
-    assert len(found.regions) == 1
+    step_trace, priced, decisions = decided(step, lambda i, r: Decision.SAVE, W)
+    assert len(step_trace.regions) == 1
     assert {r.shape for r in priced if r.producer == "tanh"} == {(5, ROWS, WIDTH)}
-    assert_close(jax.jit(under(found, decisions, step))(W), expected)
+    assert_close(jax.jit(under(step_trace, decisions, step))(W), expected)
 
 
 @pytest.mark.parametrize("mark", [jdelta.remat, lambda f: f], ids=["marked", "found"])
@@ -240,22 +240,22 @@ def jacobian_step(unit):
 MAKERS = [hvp_step, reverse_hvp_step, per_example_step, penalty_step, jacobian_step]
 
 
-@pytest.mark.parametrize("decide", [keep, drop, near])
+@pytest.mark.parametrize("decide", [keep, drop, on_device])
 @pytest.mark.parametrize("mark", [jdelta.remat, lambda f: f], ids=["marked", "found"])
 @pytest.mark.parametrize("make", MAKERS)
 def test_steps(make, mark, decide):
     step = make(mark(unit))
-    found, _, decisions = decided(step, decide, W)
-    assert found.automatic is (mark is not jdelta.remat)
-    assert_close(jax.jit(under(found, decisions, step))(W), plain_step(make))
+    step_trace, _, decisions = decided(step, decide, W)
+    assert step_trace.automatic is (mark is not jdelta.remat)
+    assert_close(jax.jit(under(step_trace, decisions, step))(W), plain_step(make))
 
 
 @pytest.mark.parametrize("make", [hvp_step, per_example_step, jacobian_step])
 def test_steps_with_offload(make):
     step = make(jdelta.remat(unit))
-    found, _, decisions = decided(step, mixed, W)
+    step_trace, _, decisions = decided(step, mixed, W)
     assert Decision.OFFLOAD in decisions.values()
-    assert_close(jax.jit(under(found, decisions, step))(W), plain_step(make))
+    assert_close(jax.jit(under(step_trace, decisions, step))(W), plain_step(make))
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -272,11 +272,11 @@ def searched(step, pin):
     w = jax.ShapeDtypeStruct((2, 512, 512), jnp.float32)
     target = resolve("tpu:v5e:2x2")
     args = target.abstract((w,))
-    found = trace(step, *args)
-    priced = [r for region in found.regions for r in residuals(region, target)]
+    step_trace = trace(step, *args)
+    priced = [r for region in step_trace.regions for r in residuals(region, target)]
     items = items_of(priced, target, math.inf, Pins(pin))
-    made = Step(step, args, (), target, found.aliases)
-    return Search(made, items, found, Knapsack(), History())
+    planned_step = Step(step, args, (), target, step_trace.aliases)
+    return Search(planned_step, items, step_trace, Knapsack(), History())
 
 
 def large_penalty(w):

@@ -63,8 +63,8 @@ def found_residuals(kind):
     parallel = PARALLEL[kind]
     mesh = parallel.local_mesh()
     with parallel.context(mesh):
-        found = trace(parallel.step(jdelta.remat), *parallel.shapes(mesh))
-    (region,) = found.regions
+        step_trace = trace(parallel.step(jdelta.remat), *parallel.shapes(mesh))
+    (region,) = step_trace.regions
     return {r.name.split("/", 1)[1]: r for r in residuals(region, resolve("cpu"))}
 
 
@@ -78,9 +78,9 @@ def test_results_and_their_shardings_equal_the_plain_step(kind, unit, scan):
     args = parallel.arguments()
     step, plain = parallel.step(unit, scan=scan), parallel.step(scan=scan)
     with parallel.context(parallel.local_mesh()):
-        found, decisions = planned(step, 0.4, *args)
-        got, expected = jax.jit(under(found, decisions, step))(*args), jax.jit(plain)(*args)
-    assert found.automatic == (unit is identity)
+        step_trace, decisions = planned(step, 0.4, *args)
+        got, expected = jax.jit(under(step_trace, decisions, step))(*args), jax.jit(plain)(*args)
+    assert step_trace.automatic == (unit is identity)
     assert {Decision.SAVE, Decision.RECOMPUTE} <= set(decisions.values())
     assert_same(got, expected)
 
@@ -108,11 +108,11 @@ def test_a_step_that_prints_has_shardings():
         jax.debug.print("{}", x.mean())
         return jnp.tanh(x @ w)
 
-    found = trace(jax.grad(lambda w, x: mean_square(unit(w, x))), jnp.ones((8, 8)), x)
-    (region,) = found.regions
-    whole = [r for r in residuals(region, resolve("cpu")) if r.shape == (16, 8)]
-    assert whole
-    assert {r.bytes for r in whole} == {x.nbytes // 8}
+    step_trace = trace(jax.grad(lambda w, x: mean_square(unit(w, x))), jnp.ones((8, 8)), x)
+    (region,) = step_trace.regions
+    activations = [r for r in residuals(region, resolve("cpu")) if r.shape == (16, 8)]
+    assert activations
+    assert {r.bytes for r in activations} == {x.nbytes // 8}
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -143,8 +143,8 @@ def test_bytes_are_those_of_one_device(kind):
     checked = Counter()
     for r in found_residuals(kind).values():
         if r.shape[-1] in parts:
-            whole = LAYERS * int(np.prod(r.shape)) * 4
-            assert (r.count, r.bytes) == (LAYERS, whole // parts[r.shape[-1]]), r.name
+            full_bytes = LAYERS * int(np.prod(r.shape)) * 4
+            assert (r.count, r.bytes) == (LAYERS, full_bytes // parts[r.shape[-1]]), r.name
             assert np.prod(local_shape(r.shape, r.spec)) * 4 * LAYERS == r.bytes
             checked[r.shape[-1]] += 1
     assert set(checked) == set(parts)
@@ -158,10 +158,10 @@ def test_bytes_are_those_of_one_device(kind):
     ],
 )
 def test_in_a_shard_map_shapes_are_those_of_one_device(kind, inside, after):
-    found = found_residuals(kind)
+    by_name = found_residuals(kind)
     for name, shape in {"dot_general": inside, "dot_general_1": after}.items():
-        assert found[name].shape == shape
-        assert found[name].bytes == LAYERS * shape[0] * shape[1] * 4
+        assert by_name[name].shape == shape
+        assert by_name[name].bytes == LAYERS * shape[0] * shape[1] * 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,11 +172,11 @@ def test_the_compiled_program_takes_these_bytes_for_what_is_kept(kind):
     fun = parallel.step(jdelta.remat)
     peaks = {}
     with parallel.context(mesh):
-        found = trace(fun, *args)
-        step = Step(fun, args, (0,), target, found.aliases)
-        kept = [r for region in found.regions for r in residuals(region, target) if r.needed]
+        step_trace = trace(fun, *args)
+        step = Step(fun, args, (0,), target, step_trace.aliases)
+        kept = [r for region in step_trace.regions for r in residuals(region, target) if r.needed]
         for decision in (Decision.SAVE, Decision.RECOMPUTE):
-            policy = Policy.of({r.name: decision for r in kept}, found.loops, CPU)
+            policy = Policy.of({r.name: decision for r in kept}, step_trace.loops, CPU)
             peaks[decision] = measure(emit(step, policy).lower(), target)[1].temporaries
     more = peaks[Decision.SAVE] - peaks[Decision.RECOMPUTE]
     assert more == pytest.approx(sum(r.bytes for r in kept), rel=0.25)
@@ -191,12 +191,12 @@ def test_exactly_the_planned_residuals_are_stacked_by_a_loop(kind):
     stacks = {}
     with parallel.context(mesh):
         for share in (0.0, 0.4):
-            found, decisions = planned(step, share, *args)
-            jaxpr = jax.make_jaxpr(under(found, decisions, step))(*args)
+            step_trace, decisions = planned(step, share, *args)
+            jaxpr = jax.make_jaxpr(under(step_trace, decisions, step))(*args)
             forward = next(loops_of(jaxpr, LAYERS))
             carry = _jax.scan_counts(forward.params)[1]
             stacks[share] = Counter(v.aval.size // LAYERS for v in forward.outvars[carry:])
-        (region,) = found.regions
+        (region,) = step_trace.regions
         sizes = {r.name: int(np.prod(r.shape)) for r in residuals(region, resolve("cpu"))}
     expected = Counter(sizes[n] for n, d in decisions.items() if d is Decision.SAVE and n in sizes)
     assert expected
@@ -224,7 +224,7 @@ def test_results_are_the_same_with_everything_offloaded(kind, platform, scan):
 
 
 def test_slots_of_host_arrays_do_not_split_what_is_cut():
-    whole, split = {"alone": False, "parts": 1}, {"alone": False, "parts": 2}
+    unsplit, split = {"alone": False, "parts": 1}, {"alone": False, "parts": 2}
     alone = {"alone": True, "parts": 1}
     by_rows = ((Axis("data", 4),), (), ())
     assert _kind((4, 64, 96), by_rows, **alone) == _Kind(2, 1, 1, (4, 32, 96), (4, 32, 96))
@@ -234,9 +234,9 @@ def test_slots_of_host_arrays_do_not_split_what_is_cut():
     assert _kind((12, 64), (), alone=False, parts=99) == _Kind(4, 0, 2, *[(3, 64)] * 2)
     assert _kind((4, 64, 96), by_rows, **split) == _Kind(1, 0, 1, *[(4, 64, 96)] * 2)
     heads = ((), (), (Axis("model", 4),), ())
-    assert _kind((8, 32, 8, 16), heads, **whole) == _Kind(1, 0, 1, (8, 32, 8, 16), (8, 32, 128))
+    assert _kind((8, 32, 8, 16), heads, **unsplit) == _Kind(1, 0, 1, (8, 32, 8, 16), (8, 32, 128))
     inside = ((), (), (), (Axis("model", 4),))
-    assert _kind((8, 32, 8, 16), inside, **whole) == _Kind(1, 0, 1, *[(8, 32, 8, 16)] * 2)
+    assert _kind((8, 32, 8, 16), inside, **unsplit) == _Kind(1, 0, 1, *[(8, 32, 8, 16)] * 2)
     assert _kind((4,), ((Axis("data", 4),),), **alone) is None
 
 
@@ -276,8 +276,8 @@ def test_a_gradient_that_is_cut_is_scattered():
         dw = jnp.einsum("bi,bo->io", x, y)
         return jax.lax.with_sharding_constraint(dw, NamedSharding(LINE, P("data")))
 
-    found = exchanges(gradient, LINE, ((8, 4), P("data")), ((8, 8), P("data")))
-    assert [one for _, one in found] == [Collective("reduce-scatter", 4 * 8 * 4, 4)]
+    pairs = exchanges(gradient, LINE, ((8, 4), P("data")), ((8, 8), P("data")))
+    assert [one for _, one in pairs] == [Collective("reduce-scatter", 4 * 8 * 4, 4)]
 
 
 def test_a_constraint_moves_a_value():
@@ -389,11 +389,13 @@ AHEAD = [
 @pytest.mark.compiler
 @pytest.mark.parametrize("cut", AHEAD, ids=lambda cut: cut.target)
 def test_ahead_of_time_the_peak_of_a_device_is_within_the_budget(cut):
-    made = case(cut, remat=jdelta.remat)
+    sharded = case(cut, remat=jdelta.remat)
     pin = {"block/mlp/mlpwi_0": "offload"} if "v5p" not in cut.target else {}
     options = {"donate_argnums": 0, "pin": pin, "per_layer": False}
     share = 0.7 if "v6e" in cut.target else 0.4  # on a GPU more is not worth its copies
-    plan = jdelta.plan(made.step, share, made.state, made.batch, target=cut.target, **options)
+    plan = jdelta.plan(
+        sharded.step, share, sharded.state, sharded.batch, target=cut.target, **options
+    )
     assert plan.floor <= plan.compiled_peak <= plan.budget < plan.ceiling
     assert plan.predicted_peak == pytest.approx(plan.compiled_peak, rel=0.05)
     size = 12 * (cut.batch // cut.data) * SMALL["length"] * (3072 // cut.tensor) * 4
@@ -401,9 +403,9 @@ def test_ahead_of_time_the_peak_of_a_device_is_within_the_budget(cut):
     assert plan.host_bytes == (size if pin else 0)
     if pin:  # what is on the host is cut as on the device
         shapes = re.findall(r"f32\[([\d,]+)\]{[^}]*S\(5\)", plan.compiled.as_text())
-        held = {math.prod(map(int, shape.split(","))) * 4 for shape in shapes}
-        assert size in held
-        assert held <= {size, size // 12}
+        host_sizes = {math.prod(map(int, shape.split(","))) * 4 for shape in shapes}
+        assert size in host_sizes
+        assert host_sizes <= {size, size // 12}
 
 
 @pytest.mark.compiler
@@ -420,8 +422,8 @@ def test_ahead_of_time_what_is_offloaded_is_cut_as_on_the_device():
     assert {r.name: r.bytes for r in plan.residuals}["dense/dot_general"] == size
     assert plan.host_bytes == size
     shapes = re.findall(r"f32\[([\d,]+)\]{[^}]*S\(5\)", plan.compiled.as_text())
-    held = {math.prod(map(int, shape.split(","))) * 4 for shape in shapes}
-    assert size in held <= {size, size // LAYERS}
+    host_sizes = {math.prod(map(int, shape.split(","))) * 4 for shape in shapes}
+    assert size in host_sizes <= {size, size // LAYERS}
 
 
 def mean_of_layers(w, x):

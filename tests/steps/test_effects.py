@@ -251,15 +251,15 @@ def test_refs_as_arguments():
         state["w"][...] -= 0.1 * jax.grad(loss)(state["w"][...])
         return state["mean"][...]
 
-    def made():
+    def refs():
         return {"w": jax.new_ref(W), "mean": jax.new_ref(jnp.zeros(16))}
 
-    expected, got = made(), made()
+    expected, got = refs(), refs()
     results = jax.jit(step)(expected, X)
-    assert_same(recomputed(step, made(), X)(got, X), results)
+    assert_same(recomputed(step, refs(), X)(got, X), results)
     for name in expected:
         assert_same(got[name][...], expected[name][...])
-    planned = jdelta.plan(step, None, made(), X)
+    planned = jdelta.plan(step, None, refs(), X)
     assert any("ref float32[4,16,16]" in line for line in planned.arguments)
     with pytest.raises(jdelta.PlanMismatchError, match="ref float32"):
         planned.jit()({"w": W, "mean": jnp.zeros(16)}, X)

@@ -67,7 +67,7 @@ def bent_jvp(primals, tangents):
     return y, tangents[0] * jnp.exp(y**2)
 
 
-def whole(kernel, shapes, *args):
+def kernel_call(kernel, shapes, *args):
     out = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return pl.pallas_call(kernel, out_shape=out, interpret=True)(*args)
 
@@ -91,12 +91,12 @@ def pallas_softmax(x):
 
 
 def pallas_forward(x):
-    y, lse = whole(softmax_kernel, [x.shape, (*x.shape[:-1], 1)], x)
+    y, lse = kernel_call(softmax_kernel, [x.shape, (*x.shape[:-1], 1)], x)
     return y, (y, lse)
 
 
 def pallas_backward(kept, g):
-    return tuple(whole(softmax_backward_kernel, [g.shape], *kept, g))
+    return tuple(kernel_call(softmax_backward_kernel, [g.shape], *kept, g))
 
 
 pallas_softmax.defvjp(pallas_forward, pallas_backward)
@@ -221,10 +221,10 @@ CHOSEN = [pytest.param(jdelta.remat, choice, id=choice) for choice in CHOICES] +
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_equal_the_plain_step(kind, remat, choice):
     step = jax.value_and_grad(make_step(kind, remat))
-    found, _, decisions = decided(step, CHOICES[choice], *arguments())
-    assert found.automatic is (remat is not jdelta.remat)
+    step_trace, _, decisions = decided(step, CHOICES[choice], *arguments())
+    assert step_trace.automatic is (remat is not jdelta.remat)
     assert MEANT[choice] <= set(decisions.values())
-    got = jax.jit(under(found, decisions, step))(*arguments())
+    got = jax.jit(under(step_trace, decisions, step))(*arguments())
     expected = jax.jit(jax.value_and_grad(make_step(kind, lambda f: f)))(*arguments())
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(abs(b).max()))
@@ -234,8 +234,8 @@ def test_loss_and_gradients_equal_the_plain_step(kind, remat, choice):
 @pytest.mark.parametrize("kind", KINDS)
 def test_exactly_the_planned_residuals_are_kept(kind, remat, choice):
     loss = make_step(kind, remat)
-    found, priced, decisions = decided(jax.grad(loss), CHOICES[choice], *arguments())
-    run = under(found, decisions, lambda *args: with_regions(loss)(*args))
+    step_trace, priced, decisions = decided(jax.grad(loss), CHOICES[choice], *arguments())
+    run = under(step_trace, decisions, lambda *args: with_regions(loss)(*args))
     kept = saved_residuals(run, *arguments())
     sizes = {r.name: (r.count * math.prod(r.shape), r.dtype) for r in priced}
     looped = {r.name for r in priced if r.loops}
@@ -249,11 +249,12 @@ def test_exactly_the_planned_residuals_are_kept(kind, remat, choice):
     assert sized(a for a, _ in kept if a.memory_space == jax.memory.Space.Host) == planned(away)
     names = {what.split("'")[1] for _, what in kept if what.startswith("named")}
     assert saved - looped - branched <= names
-    outputs = sum(len(region.graph.outputs) // 2 for region in found.regions)  # half are tangents
+    # Half are tangents.
+    outputs = sum(len(region.graph.outputs) // 2 for region in step_trace.regions)
     assert len(names - saved) <= outputs  # they are inputs of the next region
     carried = stacked(kept) - planned(saved & looped)  # what enters each iteration of a loop
     assert stacked(kept) >= planned(saved & looped)
-    assert carried.total() <= sum(region.nest.loops > 0 for region in found.regions)
+    assert carried.total() <= sum(region.nest.loops > 0 for region in step_trace.regions)
     joined = sized(a for a, what in kept if what.startswith("output of cond"))
     assert joined <= planned(saved & branched)  # one buffer serves both branches
     assert bool(joined) is bool(saved & branched)
@@ -280,15 +281,15 @@ def test_the_forward_pass_runs_again_only_where_it_is_dropped(kind, remat):
     step = jax.grad(make_step(kind, remat))
     counts = {}
     for choice in ("saved", "offloaded", "recomputed"):
-        found, _, decisions = decided(step, CHOICES[choice], *arguments())
-        counts[choice] = count(primitive, under(found, decisions, step))
+        step_trace, _, decisions = decided(step, CHOICES[choice], *arguments())
+        counts[choice] = count(primitive, under(step_trace, decisions, step))
     plain = count(primitive, jax.grad(make_step(kind, lambda f: f)))
     forward = count(primitive, make_step(kind, lambda f: f))
     assert forward
-    again = counts.pop("recomputed") - plain
+    recompute_count = counts.pop("recomputed") - plain
     assert counts == {"saved": plain, "offloaded": plain}
     # A unit that is found may end with the kernel: what enters the next one is kept.
-    assert again == forward if remat is jdelta.remat else 0 < again <= forward
+    assert recompute_count == forward if remat is jdelta.remat else 0 < recompute_count <= forward
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -357,13 +358,13 @@ def test_kernels_run_as_often_as_planned_in_the_compiled_program(fun, target, ca
     target = resolve(target)
     shapes = (LAYERS, SIDE, SIDE), (2048, SIDE)
     args = target.abstract(tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
-    found = trace(step, *args)
-    (region,) = found.regions
+    step_trace = trace(step, *args)
+    (region,) = step_trace.regions
     calls, host = {}, {}
     for decision in (Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE):
         decisions = {r.name: decision for r in residuals(region, target)}
-        policy = Policy.of(decisions, found.loops, target.backend)
-        emission = emit(Step(step, args, (), target, found.aliases), policy)
+        policy = Policy.of(decisions, step_trace.loops, target.backend)
+        emission = emit(Step(step, args, (), target, step_trace.aliases), policy)
         compiled = emission.lower().compile(dict(emission.options))
         calls[decision] = compiled.as_text().count(f'custom_call_target="{call}')
         host[decision] = compiled.memory_analysis().host_temp_size_in_bytes
@@ -398,13 +399,13 @@ def product_kernel(x_ref, y_ref, o_ref):
     "said", [None, pl.CostEstimate(flops=7, transcendentals=0, bytes_accessed=0)]
 )
 def test_a_kernel_costs_what_its_author_says_or_what_its_body_does(said):
-    whole = pl.BlockSpec((64, 64), lambda i: (0, 0))
+    full = pl.BlockSpec((64, 64), lambda i: (0, 0))
     rows = pl.BlockSpec((16, 64), lambda i: (i, 0))
     x = jnp.zeros((64, 64))
     kernel = pl.pallas_call(
         product_kernel,
         grid=(4,),
-        in_specs=[rows, whole],
+        in_specs=[rows, full],
         out_specs=rows,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         cost_estimate=said,
@@ -425,8 +426,8 @@ def test_a_unit_in_a_branch_is_planned_but_not_offloaded():
         return jnp.mean(lax.cond(x[0, 0] > 0, unit, lambda w, x: x, w, x) ** 2)
 
     w, x = jnp.zeros((512, 512)), jnp.zeros((1024, 512))
-    found, priced, decisions = decided(jax.grad(loss), keep_all, w, x)
-    (region,) = found.regions
+    step_trace, priced, decisions = decided(jax.grad(loss), keep_all, w, x)
+    (region,) = step_trace.regions
     assert (region.conditional, region.nest.loops) == (True, 0)
     target = resolve("tpu:v5e:2x2")
     assert {offload_refusal(r, target) for r in priced} == {
@@ -434,6 +435,6 @@ def test_a_unit_in_a_branch_is_planned_but_not_offloaded():
     }
     assert Decision.SAVE in decisions.values()
     for sign in (-0.1, 0.1):
-        given = w + 0.01, x + sign
-        got = jax.jit(under(found, decisions, jax.grad(loss)))(*given)
-        np.testing.assert_allclose(got, jax.grad(loss)(*given), rtol=1e-5, atol=1e-8)
+        args = w + 0.01, x + sign
+        got = jax.jit(under(step_trace, decisions, jax.grad(loss)))(*args)
+        np.testing.assert_allclose(got, jax.grad(loss)(*args), rtol=1e-5, atol=1e-8)

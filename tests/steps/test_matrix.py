@@ -27,8 +27,8 @@ def written():
 def cells(*row):
     """What the page says of a form: regions, equal, fits."""
     name = matrix.line(*row, "", "", "").split(" |")[:3]
-    (found,) = [text for text in written() if text.split(" |")[:3] == name]
-    return [cell.strip(" |") for cell in found.split(" |")[3:6]]
+    (line,) = [text for text in written() if text.split(" |")[:3] == name]
+    return [cell.strip(" |") for cell in line.split(" |")[3:6]]
 
 
 def test_the_page_has_every_form_once():

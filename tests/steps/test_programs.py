@@ -51,11 +51,11 @@ def program(request, monkeypatch):
     )
     # What is simulated only to use more of a budget would take much of the time.
     monkeypatch.setattr("jdelta._src.search.propose.MOST_TRACES", 2)
-    found = PROGRAMS[request.param]
-    if jax.__version_info__ < found.since:
-        pytest.skip(f"needs jax {found.since}")
-    with found.around(), flags(jax_disable_most_optimizations=True):
-        yield found
+    entry = PROGRAMS[request.param]
+    if jax.__version_info__ < entry.since:
+        pytest.skip(f"needs jax {entry.since}")
+    with entry.around(), flags(jax_disable_most_optimizations=True):
+        yield entry
 
 
 class Later:

@@ -52,10 +52,10 @@ DECISIONS = st.lists(st.sampled_from(WAYS), min_size=1, max_size=12)
 
 def planned(step, args, decisions, pins):
     """The step's regions, and by name what the decisions come to, as far as each is possible."""
-    found = trace(step, *args)
-    priced = [r for region in found.regions for r in residuals(region, TARGET)]
-    given = {r.name: decisions[i % len(decisions)] for i, r in enumerate(priced)}
-    pinned = {r.name: given[r.name] for r in priced[:pins]}
+    step_trace = trace(step, *args)
+    priced = [r for region in step_trace.regions for r in residuals(region, TARGET)]
+    assigned = {r.name: decisions[i % len(decisions)] for i, r in enumerate(priced)}
+    pinned = {r.name: assigned[r.name] for r in priced[:pins]}
     pinned = {name: d for name, d in pinned.items() if d is not Decision.OFFLOAD}
     items = items_of(priced, TARGET, math.inf, Pins(pinned))
     possible = {
@@ -63,9 +63,10 @@ def planned(step, args, decisions, pins):
         for item in items.problem.items
     }
     chosen = [
-        given[name] if given[name] in ways else Decision.SAVE for name, ways in possible.items()
+        assigned[name] if assigned[name] in ways else Decision.SAVE
+        for name, ways in possible.items()
     ]
-    return found, items.policy_decisions(items.decisions(chosen))
+    return step_trace, items.policy_decisions(items.decisions(chosen))
 
 
 def check(got, expected):
@@ -88,13 +89,16 @@ def test_results_equal_the_plain_step(layers):
         args = arguments()
         expected = jax.jit(step_of(dataclasses.replace(form, marked=False), None))(*args)
         step = step_of(form, jdelta.remat)
-        found, by_name = planned(step, args, decisions, pins)
-        planned_step = under(found, by_name, step)
+        step_trace, by_name = planned(step, args, decisions, pins)
+        planned_step = under(step_trace, by_name, step)
         check(jax.jit(planned_step)(*args), expected)
-        policy = Policy.of(by_name, found.loops, TARGET.backend)
+        policy = Policy.of(by_name, step_trace.loops, TARGET.backend)
         placed = TARGET.abstract(args)
-        emit(Step(step, placed, (), TARGET, found.aliases, automatic=found.automatic), policy)
-        written = with_recompute(found.recorded.program, policy)
+        emit(
+            Step(step, placed, (), TARGET, step_trace.aliases, automatic=step_trace.automatic),
+            policy,
+        )
+        written = with_recompute(step_trace.recorded.program, policy)
         if written is not None:  # what plans are made of
             evaluated = functools.partial(_jax.evaluate, written)
             check(jax.jit(evaluated)(*jax.tree.leaves(args)), expected)
@@ -123,12 +127,14 @@ def test_what_enters_a_unit_is_moved_where_it_is_said_to_be_read(layers, tmp_pat
     @given(forms(layers).filter(lambda form: form.wrapped != "per example"))
     def run(form):
         step = step_of(form, jdelta.remat)
-        found = trace(step, *args)
-        priced = with_region_inputs(found, target)
-        given = {r.name: Decision.SPILL if r.region_input else Decision.SAVE for r in priced}
-        names = given | {r.entering: given[r.name] for r in priced if r.entering}
-        policy = Policy.of(names, found.loops, CPU, partly=found.partly)
-        planned_step = Step(step, args, (), target, found.aliases, found.automatic, store=store)
+        step_trace = trace(step, *args)
+        priced = with_region_inputs(step_trace, target)
+        assigned = {r.name: Decision.SPILL if r.region_input else Decision.SAVE for r in priced}
+        names = assigned | {r.entering: assigned[r.name] for r in priced if r.entering}
+        policy = Policy.of(names, step_trace.loops, CPU, partly=step_trace.partly)
+        planned_step = Step(
+            step, args, (), target, step_trace.aliases, step_trace.automatic, store=store
+        )
         moved = {place.name for place in emit(planned_step, policy).spilled.places.values()}
         read = {r.name for r in priced if r.region_input and r.needed}
         of_units = {r.name for r in priced if {r.name, r.entering} & moved}

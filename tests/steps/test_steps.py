@@ -56,11 +56,11 @@ def of_plain_step(step):
 @pytest.mark.parametrize("step", STEPS)
 def test_loss_and_gradients_equal_the_plain_step(step, remat):
     marked = build(**STEPS[step], small=True, remat=remat)
-    found, decisions = planned(marked.step, 0.4, marked.state, marked.batch)
-    assert found.automatic == (remat is identity)
+    step_trace, decisions = planned(marked.step, 0.4, marked.state, marked.batch)
+    assert step_trace.automatic == (remat is identity)
     assert {Decision.SAVE, Decision.RECOMPUTE} <= set(decisions.values())
     args, (expected_loss, expected) = of_plain_step(step)
-    loss, grads = jax.jit(under(found, decisions, marked.grads))(*args)
+    loss, grads = jax.jit(under(step_trace, decisions, marked.grads))(*args)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     largest = max(float(abs(g).max()) for g in jax.tree.leaves(expected))
     for path, g in jax.tree.leaves_with_path(grads):
@@ -80,10 +80,10 @@ def test_exactly_the_planned_residuals_are_kept(step, share, remat):
     def loss(params):
         return case.loss(state._replace(params=params), batch)
 
-    found, decisions = planned(jax.grad(loss), share, state.params)
+    step_trace, decisions = planned(jax.grad(loss), share, state.params)
     saved = {name for name, d in decisions.items() if d is Decision.SAVE}
     assert bool(saved) is (share > 0)
-    run = under(found, decisions, lambda params: with_regions(loss)(params))
+    run = under(step_trace, decisions, lambda params: with_regions(loss)(params))
     kept = {
         what.split("'")[1]
         for _, what in saved_residuals(run, state.params)
@@ -91,7 +91,7 @@ def test_exactly_the_planned_residuals_are_kept(step, share, remat):
     }
     outputs = kept - saved  # of a region, and so inputs of what comes after it
     assert saved <= kept
-    region = Policy.of(decisions, found.loops, TPU)._region
+    region = Policy.of(decisions, step_trace.loops, TPU)._region
     regions = Counter(map(region, outputs))
     assert all(count <= 2 for count in regions.values()), (outputs, regions)
 
@@ -111,16 +111,16 @@ def test_exactly_the_planned_residuals_are_stacked_by_a_loop(step):
     case = build(**STEPS[step], small=True, remat=jdelta.remat)
     stacks = {}
     for share in (0.0, 0.4):
-        found, decisions = planned(case.step, share, case.state, case.batch)
-        run = under(found, decisions, case.grads)
+        step_trace, decisions = planned(case.step, share, case.state, case.batch)
+        run = under(step_trace, decisions, case.grads)
         jaxpr = jax.make_jaxpr(run)(case.state, case.batch)
-        forward = next(loops_of(jaxpr, found.regions[0].nest.trips))
+        forward = next(loops_of(jaxpr, step_trace.regions[0].nest.trips))
         carry = _jax.scan_counts(forward.params)[1]
         stacks[share] = Counter(
-            (v.aval.size // found.regions[0].nest.trips, str(v.aval.dtype))
+            (v.aval.size // step_trace.regions[0].nest.trips, str(v.aval.dtype))
             for v in forward.outvars[carry:]
         )
-    kept = residuals(found.regions[0], resolve("cpu"))
+    kept = residuals(step_trace.regions[0], resolve("cpu"))
     shapes = {r.name: (math.prod(r.shape), r.dtype) for r in kept}  # of any view of the buffer
     expected = Counter(shapes[n] for n, d in decisions.items() if d is Decision.SAVE)
     assert expected
@@ -134,8 +134,8 @@ def test_what_is_kept_is_not_computed_again(step, remat):
     """No product more than in the plain step; so attention with its own derivative runs once."""
     case, plain = build(**STEPS[step], small=True, remat=remat), build(**STEPS[step], small=True)
     args = case.state, case.batch
-    found, decisions = planned(case.step, 1.0, *args)
-    under_plan = jax.make_jaxpr(under(found, decisions, case.step))(*args)
+    step_trace, decisions = planned(case.step, 1.0, *args)
+    under_plan = jax.make_jaxpr(under(step_trace, decisions, case.step))(*args)
     assert products(under_plan) == products(jax.make_jaxpr(plain.step)(*args))
 
 
@@ -148,8 +148,8 @@ def products(jaxpr):
 def test_the_heuristic_is_near_the_optimum(name):
     case = build(name, remat=jdelta.remat)
     target = resolve("tpu:v5e:2x2")
-    found = trace(case.step, case.state, case.batch)
-    priced = [r for region in found.regions for r in residuals(region, target)]
+    step_trace = trace(case.step, case.state, case.batch)
+    priced = [r for region in step_trace.regions for r in residuals(region, target)]
     problem = items_of(priced, target, 0.0, NO_PINS).problem
     nothing = problem.overhead([Decision.RECOMPUTE] * len(problem.items))
     for share in (0.1, 0.4, 0.6):

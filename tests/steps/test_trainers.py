@@ -54,11 +54,11 @@ def bytes_of(tree):
 @HABITS
 def test_steps_equal_the_plain_step(habit, remat):
     step, args = TRAINERS[habit](64, 32, remat)
-    found, decisions = planned(step, 0.4, *args)
-    assert found.automatic == (remat is identity)
+    step_trace, decisions = planned(step, 0.4, *args)
+    assert step_trace.automatic == (remat is identity)
     assert {Decision.SAVE, Decision.RECOMPUTE} <= set(decisions.values())
     plain, _ = TRAINERS[habit](64, 32, identity)
-    compare(jax.jit(under(found, decisions, step)), jax.jit(plain), *args)
+    compare(jax.jit(under(step_trace, decisions, step)), jax.jit(plain), *args)
 
 
 @HABITS
@@ -84,9 +84,9 @@ def forward_loops(jaxpr, around=False):
                 yield from forward_loops(inner, backward)
 
 
-def kept_by(step, found, decisions, args):
+def kept_by(step, step_trace, decisions, args):
     """Elements and dtype of each stack of values that forward loops hand on."""
-    jaxpr = jax.make_jaxpr(under(found, decisions, step))(*args)
+    jaxpr = jax.make_jaxpr(under(step_trace, decisions, step))(*args)
     return Counter(
         (v.aval.size // LAYERS, str(v.aval.dtype))
         for loop in forward_loops(jaxpr)
@@ -98,18 +98,18 @@ def kept_by(step, found, decisions, args):
 @HABITS
 def test_exactly_the_planned_residuals_are_kept(habit, remat):
     step, args = TRAINERS[habit](64, 32, remat)
-    found, nothing = planned(step, 0.0, *args)
+    step_trace, nothing = planned(step, 0.0, *args)
     _, some = planned(step, 0.4, *args)
     target = resolve("cpu")
     shapes = {
         r.name: (math.prod(r.shape), r.dtype)
-        for region in found.regions
+        for region in step_trace.regions
         for r in residuals(region, target)
     }
     saved = [name for name, d in some.items() if d is Decision.SAVE]
     assert saved
     assert Decision.SAVE not in nothing.values()
-    before, after = (kept_by(step, found, decisions, args) for decisions in (nothing, some))
+    before, after = (kept_by(step, step_trace, decisions, args) for decisions in (nothing, some))
     expected = Counter(shapes[name] for name in saved)
     if (
         habit == "two optimisers"
@@ -126,10 +126,10 @@ def test_exactly_the_planned_residuals_are_kept(habit, remat):
 @pytest.mark.parametrize(("habit", "times"), [("accumulation", MICRO), ("many steps", STEPS)])
 def test_one_iteration_of_a_loop_around_the_gradient_counts(habit, times, remat):
     step, args = TRAINERS[habit](64, 32, remat)
-    found = trace(step, *args)
-    (region,) = found.regions
+    step_trace = trace(step, *args)
+    (region,) = step_trace.regions
     assert region.nest == Nest(kept=LAYERS, loops=1, repeats=times)
-    assert found.loops == {region.name: 1}
+    assert step_trace.loops == {region.name: 1}
     once, _ = TRAINERS["moving average"](64, 32, remat)  # the same network, one gradient
     state, _ = TRAINERS["moving average"](64, 32, remat)[1]
     rows = 64 // MICRO if habit == "accumulation" else 64
@@ -182,11 +182,11 @@ def checkpoints(jaxpr):
 def test_unrolled_layers_in_a_loop_of_steps_are_shielded(remat):
     """Forward and backward pass share the loop's body, where CSE would undo recompute."""
     step, args = unrolled_steps(64, 32, remat)
-    found, decisions = planned(step, 0.4, *args)
-    run = under(found, decisions, step)
-    again = list(checkpoints(jax.make_jaxpr(run)(*args)))
-    assert again
-    assert all(eqn.params["prevent_cse"] for eqn in again)
+    step_trace, decisions = planned(step, 0.4, *args)
+    run = under(step_trace, decisions, step)
+    eqns = list(checkpoints(jax.make_jaxpr(run)(*args)))
+    assert eqns
+    assert all(eqn.params["prevent_cse"] for eqn in eqns)
     plain, _ = unrolled_steps(64, 32, identity)
     check(jax.jit(run)(*args), jax.jit(plain)(*args))
 
@@ -195,8 +195,8 @@ def test_the_floor_of_accumulation_is_below_the_plain_peak():
     step, args = TRAINERS["accumulation"](2048, 32, jdelta.remat)
     plan = jdelta.plan(step, 0.6, *args, donate_argnums=0)
     assert plan.floor < plan.compiled_peak <= plan.budget < plan.ceiling
-    whole, args = TRAINERS["moving average"](2048, 32, jdelta.remat)
-    assert jdelta.plan(whole, 1.0, *args, donate_argnums=0).ceiling > 2 * plan.ceiling
+    full_batch, args = TRAINERS["moving average"](2048, 32, jdelta.remat)
+    assert jdelta.plan(full_batch, 1.0, *args, donate_argnums=0).ceiling > 2 * plan.ceiling
 
 
 # Under vmap
@@ -209,8 +209,8 @@ def test_residuals_under_vmap_are_those_of_the_batch(habit, remat):
     (region,) = trace(step, *args).regions
     (single,) = trace(TRAINERS["mixed precision"](64, 32, remat)[0], args[0], args[1]).regions
     wanted = {r.name: math.prod(r.shape) for r in residuals(single, resolve(TPU))}
-    found = {r.name: math.prod(r.shape) for r in residuals(region, resolve(TPU))}
-    assert set(found.values()) == {64 * 32}
+    sizes = {r.name: math.prod(r.shape) for r in residuals(region, resolve(TPU))}
+    assert set(sizes.values()) == {64 * 32}
     assert set(wanted.values()) == {64 * 32}
 
 
@@ -230,10 +230,10 @@ def test_a_collective_under_vmap():
         return jax.grad(loss)(w)
 
     args = weights(16)["up"][0], rows_of(8, 16)
-    found, decisions = planned(step, 0.5, *args)
-    shapes = {r.shape for region in found.regions for r in residuals(region, resolve(TPU))}
+    step_trace, decisions = planned(step, 0.5, *args)
+    shapes = {r.shape for region in step_trace.regions for r in residuals(region, resolve(TPU))}
     assert (8, 16) in shapes
-    check(jax.jit(under(found, decisions, step))(*args), jax.jit(step)(*args))
+    check(jax.jit(under(step_trace, decisions, step))(*args), jax.jit(step)(*args))
 
 
 # State: donated, on the host
@@ -241,8 +241,8 @@ def test_a_collective_under_vmap():
 
 def simulated(step, args, target, donate):
     placed = target.abstract(args)
-    found = trace(step, *placed)
-    return emit(Step(step, placed, donate, target, found.aliases), None)
+    step_trace = trace(step, *placed)
+    return emit(Step(step, placed, donate, target, step_trace.aliases), None)
 
 
 def test_donated_state_counts_once():
