@@ -49,8 +49,8 @@ def test_without_anything_that_exceeds_the_next_is_further_away_each_time():
     once = Ends.of([NOTHING, proposal(300, 800, capacity=400)], GOAL)
     assert Ends.of([NOTHING], GOAL).capacity(GOAL) == 400
     assert once.capacity(GOAL) == 400 + 200 + 2 * 100
-    near = Ends.of([proposal(0, 999)], GOAL)
-    assert near.capacity(GOAL) == 20  # bytes kept need not be alive at the peak
+    close = Ends.of([proposal(0, 999)], GOAL)
+    assert close.capacity(GOAL) == 20  # bytes kept need not be alive at the peak
 
 
 @pytest.mark.parametrize(("peak", "part"), [(900, 0.5), (1000, 0.2), (500, 0.8)])

@@ -67,8 +67,8 @@ LIES = [
 def test_what_a_search_returns_is_held_against_the_compiled_program(
     lie, error, said, plan, monkeypatch
 ):
-    def lying(self, found):
-        return dataclasses.replace(found, best=lie(found.best))
+    def lying(self, outcome):
+        return dataclasses.replace(outcome, best=lie(outcome.best))
 
     monkeypatch.setattr(Search, "settled", lying)
     with pytest.raises(error, match=said):
@@ -102,30 +102,30 @@ def test_more_than_host_budget_is_refused(plan, monkeypatch):
     monkeypatch.setattr(
         "jdelta._src.api.planning.Limits", of_one_byte
     )  # a search that went by another
-    there = {"host": 1 << 50, "host_buffers": (1 << 50,)}
+    on_host = {"host": 1 << 50, "host_buffers": (1 << 50,)}
     monkeypatch.setattr(
-        "jdelta._src.search.history.measure", lambda e, *_, **__: measured(e, **there)
+        "jdelta._src.search.history.measure", lambda e, *_, **__: measured(e, **on_host)
     )
     with pytest.raises(OffloadError, match="more than host_budget"):
         plan(host_budget=None, pin={"*cos*": "offload"})
 
 
 def own_offload(ws, x):
-    there = jax.device_put(x, jax.memory.Space.Host)
-    return step(ws, x) + jnp.sum(jax.device_put(there, jax.memory.Space.Device))
+    on_host = jax.device_put(x, jax.memory.Space.Host)
+    return step(ws, x) + jnp.sum(jax.device_put(on_host, jax.memory.Space.Device))
 
 
-@pytest.mark.parametrize(("made", "own"), [(step, 0), (own_offload, 1 << 24)])
+@pytest.mark.parametrize(("step_fn", "own"), [(step, 0), (own_offload, 1 << 24)])
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_program_that_holds_more_on_the_host_than_host_budget_is_refused(
-    made, own, more, plan, monkeypatch
+    step_fn, own, more, plan, monkeypatch
 ):
     room = 12 << 24
-    there = {"host": room + own + more, "host_buffers": (room, own)}
+    on_host = {"host": room + own + more, "host_buffers": (room, own)}
     monkeypatch.setattr(
-        "jdelta._src.search.history.measure", lambda e, *_, **__: measured(e, **there)
+        "jdelta._src.search.history.measure", lambda e, *_, **__: measured(e, **on_host)
     )
-    ask = functools.partial(jdelta.plan, made, "4GiB", *ARGS, target=TARGET, host_budget=room)
+    ask = functools.partial(jdelta.plan, step_fn, "4GiB", *ARGS, target=TARGET, host_budget=room)
     with pytest.raises(OffloadError, match="compiled program holds") if more else nullcontext():
         ask(pin={"*cos*": "offload"})
 
@@ -143,9 +143,9 @@ def test_a_remembered_plan_is_compiled_and_compared(plan):
 def test_a_plan_is_a_function_of_its_arguments(plan):
     first = plan()
     jdelta.plan(step, 0.5, *ARGS, target=TARGET, host_budget=0)
-    again = plan()
-    assert again == first
-    assert again.compiles == first.compiles
+    second = plan()
+    assert second == first
+    assert second.compiles == first.compiles
 
 
 def test_a_budget_that_the_plain_step_meets_is_never_refused(plan, monkeypatch):
@@ -157,9 +157,9 @@ def test_a_budget_that_the_plain_step_meets_is_never_refused(plan, monkeypatch):
 
     monkeypatch.setattr("jdelta._src.search.history.measure", said)
     plain = jdelta.plan(step, 1.0, *ARGS, target=TARGET, host_budget=0)
-    made = jdelta.plan(step, plain.compiled_peak, *ARGS, target=TARGET, host_budget=0)
-    assert made.policy is None
-    assert "floor" not in str(made)
+    tight = jdelta.plan(step, plain.compiled_peak, *ARGS, target=TARGET, host_budget=0)
+    assert tight.policy is None
+    assert "floor" not in str(tight)
     with pytest.raises(BudgetError, match="the step as it is needs") as refused:
         jdelta.plan(step, plain.compiled_peak - 1, *ARGS, target=TARGET, host_budget=0)
     assert refused.value.floor == plain.compiled_peak
@@ -175,11 +175,11 @@ def test_floors_are_reached_and_above_nothing(part, plan, monkeypatch):
         return None, dataclasses.replace(EXACT, peak=peak)
 
     monkeypatch.setattr("jdelta._src.search.history.measure", said)
-    made = plan()
-    assert 0 < made.floor <= made.compiled_peak <= made.budget < made.ceiling
-    assert not made.estimates
+    half = plan()
+    assert 0 < half.floor <= half.compiled_peak <= half.budget < half.ceiling
+    assert not half.estimates
     least = jdelta.plan(step, 0.6, *ARGS, target=TARGET, host_budget=0, pin={"*": "recompute"})
-    assert made.floor <= least.compiled_peak
+    assert half.floor <= least.compiled_peak
 
 
 def test_a_plan_that_leaves_much_at_a_price_says_what_did_not_fit(plan, monkeypatch):
@@ -194,11 +194,11 @@ def test_a_plan_that_leaves_much_at_a_price_says_what_did_not_fit(plan, monkeypa
         return None, dataclasses.replace(EXACT, peak=plain[0] if keeps else plain[0] // 3)
 
     monkeypatch.setattr("jdelta._src.search.history.measure", said)
-    made = plan(target="cpu")  # where nothing is taken to be quicker computed again
-    assert made.overhead > 0
-    assert made.compiled_peak < 0.85 * made.budget
-    assert made.compiles <= 10
-    assert re.search(f"{NEXT_IS_TOO_LARGE}: with layer/.* kept too", made.result)
+    costly = plan(target="cpu")  # where nothing is taken to be quicker computed again
+    assert costly.overhead > 0
+    assert costly.compiled_peak < 0.85 * costly.budget
+    assert costly.compiles <= 10
+    assert re.search(f"{NEXT_IS_TOO_LARGE}: with layer/.* kept too", costly.result)
 
 
 def test_a_step_with_the_users_own_checkpoint_is_priced_with_its_recompute():
@@ -208,8 +208,8 @@ def test_a_step_with_the_users_own_checkpoint_is_priced_with_its_recompute():
 
     def seconds(wrap):
         fun = functools.partial(loss, wrap=wrap)
-        made = jdelta.plan(lambda ws, x: jax.grad(fun)(ws, x), 1.0, *ARGS, target=TARGET)
-        assert made.policy is None
-        return made.step_seconds
+        fitting = jdelta.plan(lambda ws, x: jax.grad(fun)(ws, x), 1.0, *ARGS, target=TARGET)
+        assert fitting.policy is None
+        return fitting.step_seconds
 
     assert seconds(jax.checkpoint) > 1.05 * seconds(lambda f: f)

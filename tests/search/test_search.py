@@ -238,16 +238,16 @@ def four_blocks():
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(
-    ("made", "share", "target"),
+    ("make", "share", "target"),
     [  # the first takes minutes to compile for a TPU
         pytest.param(sharpness_aware, 0.8, "cuda:h100", marks=needs_cuda),
         pytest.param(four_blocks, 0.6, "cuda:h100", marks=needs_cuda),
         (four_blocks, 0.6, "tpu:v5e:2x2"),
     ],
 )
-def test_a_plan_that_adds_time_uses_its_budget(made, share, target):
+def test_a_plan_that_adds_time_uses_its_budget(make, share, target):
     """Or says what did not fit: they left 60 % to 80 % of it at a price of 36 to 40 %."""
-    step, args = made()
+    step, args = make()
     plan = jdelta.plan(step, share, *args, target=target)
     uses = plan.compiled_peak >= 0.85 * plan.budget
     assert uses or plan.overhead <= 1e-3 * plan.step_seconds or NEXT_IS_TOO_LARGE in plan.result
