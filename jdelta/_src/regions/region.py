@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jdelta._src import _jax
 from jdelta._src._jax.region_primitive import cotangent_primitive, region_primitive
 from jdelta._src.errors import TraceError
-from jdelta._src.program.hlo_names import mark
+from jdelta._src.program.hlo_names import has_mark, mark
 from jdelta._src.program.names import RegionName, add_names, scope_path
 from jdelta._src.regions.cut import Cuts
 from jdelta._src.regions.modules import ClosedOver, Weight, module_paths, with_modules
@@ -195,7 +195,8 @@ def region(
         if once := _jax.first_once(closed):
             if session or chosen:  # else nothing is computed again
                 raise _not_again(name, once)
-            return jax.tree.unflatten(out_tree, _jax.evaluate(closed, *arrays))
+            with jax.named_scope(mark(name)):  # see has_region
+                return jax.tree.unflatten(out_tree, _jax.evaluate(closed, *arrays))
         consts = _jax.consts_of(closed)
         weights = [*(session.weights(consts) if session else [None] * len(consts)), *weights]
         run: Callable[..., Any] = functools.partial(
@@ -314,10 +315,11 @@ def plan_in(policy: Any) -> RegionPolicy | None:
 
 
 def has_region(body: Any) -> bool:
-    """Whether there is a region in a program, as such or as the derivative of one."""
+    """Whether there is a region in a program: as such, as the derivative of one, or refused."""
     return any(
         eqn.primitive.name == _jax.REGION
         or isinstance(_jax.named_value(eqn), RegionName)
+        or (_jax.happens_once(eqn) and has_mark(eqn))
         or any(map(has_region, _jax.subjaxprs(eqn)))
         for eqn in _jax.open_jaxpr(body).eqns
     )
