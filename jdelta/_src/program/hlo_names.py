@@ -41,11 +41,6 @@ def mark(name: str) -> str:
     return f"{_SIGN}{_spelled(name)}{_SIGN}"
 
 
-def has_mark(eqn: Eqn) -> bool:
-    """Whether an equation says which named value it makes, or which region it is of."""
-    return _MARK.search(_jax.name_stack(eqn)) is not None
-
-
 class RegionMarks:
     """What reads the marks of regions."""
 

@@ -231,7 +231,7 @@ def _evaluate_part(part: Named, later: set[Var], env: _jax.Env, *, is_region: bo
     moving = [v for v in out if is_region and _jax.is_inexact(v)]
     if moving:
         program = _jax.inline(_jax.program_of(eqns, moving))
-        run = region(functools.partial(_jax.evaluate, program), part.base)
+        run = region(functools.partial(_jax.evaluate, program), part.base, is_marked=False)
         inputs = _jax.read(env, _jax.open_jaxpr(program).invars)
         env.update(zip(moving, run(*inputs), strict=True))
         out = [v for v in out if v not in env]

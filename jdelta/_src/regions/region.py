@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jdelta._src import _jax
 from jdelta._src._jax.region_primitive import cotangent_primitive, region_primitive
 from jdelta._src.errors import TraceError
-from jdelta._src.program.hlo_names import has_mark, mark
+from jdelta._src.program.hlo_names import mark
 from jdelta._src.program.names import RegionName, add_names, scope_path
 from jdelta._src.regions.cut import Cuts
 from jdelta._src.regions.modules import ClosedOver, Weight, module_paths, with_modules
@@ -68,6 +68,13 @@ class Grouping:
 AS_WRITTEN = Grouping(1)
 
 
+class MarkedError(BaseException):
+    """The user marked a region: raised in a session that is to find them.
+
+    Not an ``Exception``, since it passes through the user's own code.
+    """
+
+
 class Session:
     """One trace of a step: recording (no policy), or emitting a plan (its policy).
 
@@ -84,6 +91,7 @@ class Session:
         grouping: How its loops over layers are to be run.
         outside: Whether what does not depend on the arguments of a differentiated function is
             computed outside of it, since some of it leaves the function by a closure.
+        until_marked: Whether it ends where the user has marked a region.
         arguments: The modules of the step's arguments.
         called: Names of the regions called so far, while tracing.
         loops: How many loops with regions in them were traced so far.
@@ -102,12 +110,14 @@ class Session:
         automatic: bool = False,
         grouping: Grouping = AS_WRITTEN,
         outside: bool = False,
+        until_marked: bool = False,
     ):
         self.policy = policy
         self.aliases = aliases or {}
         self.automatic = automatic
         self.grouping = grouping
         self.outside = outside
+        self.until_marked = until_marked
         self.arguments = ClosedOver()
         self.called: set[str] = set()
         self.loops = 0
@@ -159,6 +169,8 @@ def region(
     base: str,
     policy: RegionPolicy | None = None,
     prevent_cse: bool | None = None,
+    *,
+    is_marked: bool = True,
 ) -> Callable[..., Any]:
     """Wrap a pure function so that its residuals carry names, and checkpoint it under a plan.
 
@@ -167,6 +179,7 @@ def region(
         base: Name of the region.
         policy: The plan to follow; None follows the session's, if there is one.
         prevent_cse: As in ``jax.checkpoint``; None follows the plan.
+        is_marked: Whether the user marked it; else it was found in the program.
 
     Returns:
         A function with the signature of ``fun`` and equal results and derivatives.
@@ -174,9 +187,11 @@ def region(
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        session: Session | None = _jax.current_session()
+        if is_marked and session is not None and session.until_marked:
+            raise MarkedError
         if _inside.get():
             return fun(*args, **kwargs)
-        session: Session | None = _jax.current_session()
         name, planned = session.region(base) if session else (base, None)
         chosen = policy or planned
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -195,8 +210,7 @@ def region(
         if once := _jax.first_once(closed):
             if session or chosen:  # else nothing is computed again
                 raise _not_again(name, once)
-            with jax.named_scope(mark(name)):  # see has_region
-                return jax.tree.unflatten(out_tree, _jax.evaluate(closed, *arrays))
+            return jax.tree.unflatten(out_tree, _jax.evaluate(closed, *arrays))
         consts = _jax.consts_of(closed)
         weights = [*(session.weights(consts) if session else [None] * len(consts)), *weights]
         run: Callable[..., Any] = functools.partial(
@@ -294,7 +308,7 @@ def _shield(policy: Any, region: str) -> bool:
 
 def _look(policy: Any, body: Any) -> None:
     """Refuse a plan as the policy of a ``jax.checkpoint`` where it would decide nothing."""
-    if not _jax.open_jaxpr(body).eqns or has_region(body):
+    if not _jax.open_jaxpr(body).eqns or _has_region(body):
         return
     if plan := plan_in(policy):
         plan.check_reaches(_described(body))
@@ -314,13 +328,11 @@ def plan_in(policy: Any) -> RegionPolicy | None:
     return next((x for x in read if isinstance(x, RegionPolicy)), None)
 
 
-def has_region(body: Any) -> bool:
-    """Whether there is a region in a program: as such, as the derivative of one, or refused."""
+def _has_region(body: Any) -> bool:
     return any(
         eqn.primitive.name == _jax.REGION
         or isinstance(_jax.named_value(eqn), RegionName)
-        or (_jax.happens_once(eqn) and has_mark(eqn))
-        or any(map(has_region, _jax.subjaxprs(eqn)))
+        or any(map(_has_region, _jax.subjaxprs(eqn)))
         for eqn in _jax.open_jaxpr(body).eqns
     )
 

@@ -20,7 +20,7 @@ from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.loop_nest import Nest, walk
 from jdelta._src.program.names import RegionName, names_in, with_regions_renamed
 from jdelta._src.regions.find import tracing
-from jdelta._src.regions.region import AS_WRITTEN, Grouping, Session, has_region
+from jdelta._src.regions.region import AS_WRITTEN, Grouping, MarkedError, Session
 
 
 @dataclass(frozen=True)
@@ -248,16 +248,42 @@ def _recorded(
     step_fn: Callable[..., Any], args: tuple[Any, ...], platform: str, grouping: Grouping
 ) -> tuple[Session, _Staged]:
     """The step with its marked regions; with its own if no gradient reaches those."""
-    if has_region(jax.jit(step_fn).trace(*args).jaxpr):  # JAX keeps it: it is the plain step
-        session = Session(grouping=grouping)
-        staged = _staged(step_fn, args, session, platform)
-        if staged.nests or not session.gradients:
-            return session, staged
+    failure: Exception | None = None
     try:
-        session = Session(automatic=True, grouping=grouping)
+        return _with_own_regions(step_fn, args, platform, grouping, until_marked=True)
+    except MarkedError:
+        pass
+    except Exception as error:  # a region may be marked behind what failed
+        failure = error
+    session = Session(grouping=grouping)
+    staged = _staged(step_fn, args, session, platform)
+    if staged.nests or (not session.gradients and not failure):
+        return session, staged
+    if failure:
+        raise failure
+    return _with_own_regions(step_fn, args, platform, grouping)
+
+
+def _with_own_regions(
+    step_fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    platform: str,
+    grouping: Grouping,
+    *,
+    until_marked: bool = False,
+) -> tuple[Session, _Staged]:
+    """The step with the regions that are found in it.
+
+    Raises:
+        MarkedError: The user marked some, and ``until_marked``.
+    """
+    session = Session(automatic=True, grouping=grouping, until_marked=until_marked)
+    try:
         return session, _staged(step_fn, args, session, platform)
     except _LeakError:
-        session = Session(automatic=True, grouping=grouping, outside=True)
+        session = Session(
+            automatic=True, grouping=grouping, outside=True, until_marked=until_marked
+        )
         return session, _staged(step_fn, args, session, platform)
 
 
