@@ -39,7 +39,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _executables = tempfile.TemporaryDirectory(prefix="executables-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _executables.name
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)  # to write takes time too
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 

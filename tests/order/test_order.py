@@ -153,7 +153,7 @@ def test_passes_keep_to_the_dependences(problem, target):
 
 @st.composite
 def lives(draw):
-    count = draw(st.integers(0, 60))
+    count = draw(st.integers(0, 30))
     first = [draw(st.integers(0, 50)) for _ in range(count)]
     last = [begin + draw(st.integers(0, 40)) for begin in first]
     sizes = [draw(st.integers(0, 1000)) for _ in range(count)]

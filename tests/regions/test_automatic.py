@@ -783,7 +783,7 @@ def test_a_chain_is_cut_otherwise_before_what_enters_regions_leaves_the_device()
         pytest.param("networks.quantised_codes", "cuda:h100", marks=needs_cuda),
         # A shield in the loop makes recompute wait for the cotangent.
         ("autodiff.neural_ode", "cpu"),
-        ("layers.encoder_and_decoder", "tpu:v5e:2x2"),
+        pytest.param("layers.encoder_and_decoder", "tpu:v5e:2x2", marks=pytest.mark.full),
         # What the next layer reads is computed again all the same.
         ("layers.dense_net", "tpu:v5e:2x2"),
         # Small random bits need not be written to memory.

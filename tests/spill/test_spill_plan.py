@@ -33,6 +33,7 @@ from jdelta._src.residuals.pins import NO_PINS, Pins
 from jdelta._src.residuals.region_inputs import with_region_inputs
 from jdelta._src.sizes import format_bytes
 from jdelta._src.spill import SpillRates, rates_of, write
+from tests.crossed import crossed
 from tests.frameworks import FORMS, LAYERS, STEPS
 from tests.parallel import PARALLEL
 from tests.planning import decided, under
@@ -305,20 +306,7 @@ def test_what_trainers_do(habit, remat, spill):
     assert plan.spill_written == repeats * plan.spill_bytes
 
 
-@pytest.mark.parametrize(
-    ("kind", "scan"),
-    [
-        *(pytest.param(kind, True, id=f"{kind}-scanned") for kind in PARALLEL),
-        *(
-            pytest.param(
-                *(kind, False),
-                id=f"{kind}-unrolled",
-                marks=() if kind in ("tensor", "shard_map") else pytest.mark.full,
-            )
-            for kind in PARALLEL
-        ),
-    ],
-)
+@crossed(kind=list(PARALLEL), scan={"scanned": True, "unrolled": False})
 def test_devices(kind, scan, spill):
     parallel = PARALLEL[kind]
     args = parallel.arguments()

@@ -19,10 +19,11 @@ from jdelta._src.residuals.residual import residuals
 from jdelta._src.search.history import History
 from jdelta._src.search.search import Search
 from jdelta._src.solver import Knapsack
+from tests.crossed import crossed
 from tests.planning import decided, under
 from tests.random_arrays import normal
 from tests.rules import bell, soft
-from tests.stacks import STACKS, scanned, unrolled
+from tests.stacks import scanned, unrolled
 
 WIDTH, ROWS = 4, 3
 W = jnp.asarray(0.4 * normal(0, 2, WIDTH, WIDTH))
@@ -120,24 +121,21 @@ def planned_loss(stack, decide, unit=unit):
     return under(step_trace, decisions, loss)
 
 
-@STACKS
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@crossed(transform=list(TRANSFORMS), stack=[unrolled, scanned])
 def test_functions_with_marks(transform, stack):
     of = functools.partial(TRANSFORMS[transform], marked(stack, unit))
     run = of if transform in EAGER else jax.jit(of)
     assert_close(run(W), plain(transform, stack))
 
 
-@STACKS
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@crossed(transform=list(TRANSFORMS), stack=[scanned, unrolled])
 def test_functions_under_a_plan(transform, stack):
     decide = on_device if transform in TWICE_REVERSE else mixed
     run = functools.partial(TRANSFORMS[transform], planned_loss(stack, decide))
     assert_close(jax.jit(run)(W), plain(transform, stack))
 
 
-@STACKS
-@pytest.mark.parametrize("transform", ["vjp", "jacrev", "vmap of grad", "grad of vmap"])
+@crossed(transform=["vjp", "jacrev", "vmap of grad", "grad of vmap"], stack=[unrolled, scanned])
 def test_functions_with_a_custom_vjp_under_a_plan(transform, stack):
     run = planned_loss(stack, mixed, with_custom_vjp)
     got = jax.jit(functools.partial(TRANSFORMS[transform], run))(W)
@@ -240,9 +238,8 @@ def jacobian_step(unit):
 MAKERS = [hvp_step, reverse_hvp_step, per_example_step, penalty_step, jacobian_step]
 
 
-@pytest.mark.parametrize("decide", [keep, drop, on_device])
 @pytest.mark.parametrize("mark", [jdelta.remat, lambda f: f], ids=["marked", "found"])
-@pytest.mark.parametrize("make", MAKERS)
+@crossed(make=MAKERS, decide=[keep, drop, on_device])
 def test_steps(make, mark, decide):
     step = make(mark(unit))
     step_trace, _, decisions = decided(step, decide, W)

@@ -36,6 +36,7 @@ from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.residual import residuals
 from tests.compilers import needs_cuda
+from tests.crossed import crossed
 from tests.flags import flags
 from tests.frameworks import mean_square
 from tests.parallel import HIDDEN, LAYERS, PARALLEL, ROWS, WIDTH
@@ -68,12 +69,12 @@ def found_residuals(kind):
     return {r.name.split("/", 1)[1]: r for r in residuals(region, resolve("cpu"))}
 
 
-FORMS = [(jdelta.remat, True), (identity, False)]
+FORMS = {"marked, scanned": (jdelta.remat, True), "found, unrolled": (identity, False)}
 
 
-@pytest.mark.parametrize(("unit", "scan"), FORMS, ids=["marked, scanned", "found, unrolled"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_results_and_their_shardings_equal_the_plain_step(kind, unit, scan):
+@crossed(kind=list(KINDS), form=FORMS)
+def test_results_and_their_shardings_equal_the_plain_step(kind, form):
+    unit, scan = form
     parallel = PARALLEL[kind]
     args = parallel.arguments()
     step, plain = parallel.step(unit, scan=scan), parallel.step(scan=scan)
@@ -203,11 +204,12 @@ def test_exactly_the_planned_residuals_are_stacked_by_a_loop(kind):
     assert stacks[0.4] - stacks[0.0] == expected
 
 
-TIMED = [(kind, "cuda", True) for kind in KINDS] + [(kind, "tpu", False) for kind in KINDS]
+TIMED = {"unrolled, for a TPU": ("tpu", False), "scanned, for a GPU": ("cuda", True)}
 
 
-@pytest.mark.parametrize(("kind", "platform", "scan"), TIMED)
-def test_results_are_the_same_with_everything_offloaded(kind, platform, scan):
+@crossed(kind=list(KINDS), timed=TIMED)
+def test_results_are_the_same_with_everything_offloaded(kind, timed):
+    platform, scan = timed
     parallel = PARALLEL[kind]
     args = parallel.arguments()
     with parallel.context(parallel.local_mesh()):

@@ -32,6 +32,7 @@ from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.links import offload_refusal
 from jdelta._src.residuals.residual import residuals
 from tests.compilers import needs_cuda
+from tests.crossed import crossed
 from tests.planning import decided, under
 
 ROWS, WIDTH = 16, 16
@@ -203,22 +204,30 @@ MEANT = {
     "offloaded": {Decision.OFFLOAD},
     "mixed": {Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE},
 }
-MARKS = pytest.mark.parametrize("remat", [jdelta.remat, lambda f: f], ids=["marked", "found"])
 FOUND = [
     pytest.param(
-        *(lambda f: f, choice),
-        id=f"found {choice}",
+        *(kind, lambda f: f, choice),
+        id=f"{kind}-found {choice}",
         marks=() if choice == "mixed" else pytest.mark.full,
     )
+    for kind in KINDS
     for choice in CHOICES
 ]
 """Regions that are found are decided about by name, as marked ones are: one choice says that."""
 
-CHOSEN = [pytest.param(jdelta.remat, choice, id=choice) for choice in CHOICES] + FOUND
+MARKED = [
+    pytest.param(
+        *(kind, jdelta.remat, choice),
+        id=f"{kind}-{choice}",
+        marks=() if choice == "mixed" or number % len(CHOICES) == turn else pytest.mark.full,
+    )
+    for number, kind in enumerate(KINDS)
+    for turn, choice in enumerate(CHOICES)
+]
+CHOSEN = pytest.mark.parametrize(("kind", "remat", "choice"), MARKED + FOUND)
 
 
-@pytest.mark.parametrize(("remat", "choice"), CHOSEN)
-@pytest.mark.parametrize("kind", KINDS)
+@CHOSEN
 def test_loss_and_gradients_equal_the_plain_step(kind, remat, choice):
     step = jax.value_and_grad(make_step(kind, remat))
     step_trace, _, decisions = decided(step, CHOICES[choice], *arguments())
@@ -230,8 +239,7 @@ def test_loss_and_gradients_equal_the_plain_step(kind, remat, choice):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(abs(b).max()))
 
 
-@pytest.mark.parametrize(("remat", "choice"), CHOSEN)
-@pytest.mark.parametrize("kind", KINDS)
+@CHOSEN
 def test_exactly_the_planned_residuals_are_kept(kind, remat, choice):
     loss = make_step(kind, remat)
     step_trace, priced, decisions = decided(jax.grad(loss), CHOICES[choice], *arguments())
@@ -274,8 +282,7 @@ def count(primitive, fun):
     return sum(nest.trips for op, nest in operations if op.primitive == primitive)
 
 
-@MARKS
-@pytest.mark.parametrize("kind", KINDS)
+@crossed(kind=list(KINDS), remat={"marked": jdelta.remat, "found": lambda f: f})
 def test_the_forward_pass_runs_again_only_where_it_is_dropped(kind, remat):
     primitive = KINDS[kind][1]
     step = jax.grad(make_step(kind, remat))

@@ -13,11 +13,11 @@ EVERY = pytest.mark.parametrize(("framework", "scan", "marks"), matrix.ROWS)
 
 
 def marks_of(framework, scan, marks):
-    """By default a TPU's compiler is asked about each framework once."""
+    """By default a TPU's compiler is asked about two frameworks, marked and not."""
     if not scan:
         return [needs_cuda]
-    by_default = "marked" if framework in ("plain JAX", "Equinox") else "nothing marked"
-    return [] if marks == by_default else [pytest.mark.full]
+    by_default = {"plain JAX": "marked", "Flax NNX": "nothing marked"}
+    return [] if marks == by_default.get(framework) else [pytest.mark.full]
 
 
 def written():

@@ -19,12 +19,15 @@ from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.region_inputs import with_region_inputs
 from jdelta._src.residuals.residual import residuals
 from tests.compilers import TARGETS
+from tests.crossed import crossed
 from tests.frameworks import LAYERS, mean_square
 from tests.planning import planned, under
 from tests.trainers import MICRO, STEPS, TRAINERS, descend, layer, rows_of, weights
 
 TPU = "tpu:v5e:2x2"
-MARKS = pytest.mark.parametrize("remat", [jdelta.remat, identity], ids=["marked", "found"])
+REMATS = {"marked": jdelta.remat, "found": identity}
+OTHERWISE = {"found": identity, "marked": jdelta.remat}
+MARKS = pytest.mark.parametrize("remat", REMATS.values(), ids=REMATS)
 HABITS = pytest.mark.parametrize("habit", TRAINERS)
 
 
@@ -50,8 +53,7 @@ def bytes_of(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
 
 
-@MARKS
-@HABITS
+@crossed(habit=list(TRAINERS), remat=REMATS)
 def test_steps_equal_the_plain_step(habit, remat):
     step, args = TRAINERS[habit](64, 32, remat)
     step_trace, decisions = planned(step, 0.4, *args)
@@ -94,8 +96,7 @@ def kept_by(step, step_trace, decisions, args):
     )
 
 
-@MARKS
-@HABITS
+@crossed(habit=list(TRAINERS), remat=OTHERWISE)
 def test_exactly_the_planned_residuals_are_kept(habit, remat):
     step, args = TRAINERS[habit](64, 32, remat)
     step_trace, nothing = planned(step, 0.0, *args)
@@ -275,13 +276,22 @@ SCANNED = [
     "host state",
     "streamed weights",
 ]
+COMPILED = ("accumulation", "batch statistics", "host state")
+"""By default for a TPU; on CPUs all are compiled, in `test_jit_within_a_budget`."""
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     ("habit", "remat"),
     [
-        *(pytest.param(habit, jdelta.remat, id=f"{habit}-marked") for habit in SCANNED),
+        *(
+            pytest.param(
+                *(habit, jdelta.remat),
+                id=f"{habit}-marked",
+                marks=() if habit in COMPILED else pytest.mark.full,
+            )
+            for habit in SCANNED
+        ),
         pytest.param("accumulation", identity, id="accumulation-found"),
         *(
             pytest.param(habit, identity, id=f"{habit}-found", marks=pytest.mark.full)
