@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jdelta._src.search.bracket import Bracket, Ends, Proposal, quickest
+from jdelta._src.search.bracket import Bracket, Ends, Proposal, between_larger, quickest
 from tests.candidates import predicted
 
 GOAL = 1000
@@ -57,9 +57,21 @@ def test_without_anything_that_exceeds_the_next_is_further_away_each_time():
 def test_between_two_ends_the_next_is_where_the_goal_is_but_near_neither(peak, part):
     ends = Ends(proposal(300, peak, capacity=400), proposal(600, 1100))
     assert ends.capacity(GOAL) == pytest.approx(400 + part * 200)
-    assert not ends.is_closed
+    assert not ends.are_closed(GOAL)
 
 
 def test_nothing_is_between_ends_where_the_solver_has_been_allowed_as_much():
-    assert Ends(proposal(300, 900, capacity=500), proposal(500, 1100)).is_closed
-    assert not Ends(proposal(300, 900), None).is_closed
+    assert Ends(proposal(300, 900, capacity=500), proposal(505, 1100)).are_closed(GOAL)
+    assert not Ends(proposal(300, 900, capacity=500), proposal(506, 1100)).are_closed(GOAL)
+    assert not Ends(proposal(300, 900), None).are_closed(GOAL)
+
+
+def test_behind_closed_ends_the_largest_gap_among_quicker_ones_is_looked_into():
+    """More bytes kept may take less at the peak."""
+    best = proposal(100, 900, 5.0)
+    larger = [proposal(110, 1100, 4.0), proposal(150, 1010, 3.0, capacity=180), proposal(300, 1200)]
+    assert between_larger([NOTHING, best, *larger], best, GOAL) == 240
+    assert between_larger([NOTHING, best, *larger[:2]], best, GOAL) == 130
+    assert between_larger([NOTHING, best, larger[0]], best, GOAL) is None
+    slower = proposal(300, 1200, 6.0)
+    assert between_larger([NOTHING, best, larger[0], slower], best, GOAL) is None

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jdelta._src.search.candidate import Candidate
+
+NARROW = 0.005
+"""Part of a peak by which two candidates' bytes may differ and no other is looked for between."""
+
+WIDE = 0.02
+"""Part of a peak by which they must differ where both exceed it."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +90,9 @@ class Ends:
         fitting = [p for p in proposals[1:] if p.peak <= goal and p.kept < most]
         return Ends(max([proposals[0], *fitting], key=lambda p: (p.kept, p.capacity)), above)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether no other candidate can be between the two."""
-        return self.above is not None and self.above.kept <= self.below.capacity
+    def are_closed(self, goal: int) -> bool:
+        """Whether next to nothing can be between the two, for a peak in bytes."""
+        return self.above is not None and self.above.kept <= self.below.capacity + NARROW * goal
 
     def capacity(self, goal: int) -> float:
         """How many bytes to allow next, to come close to a peak in bytes.
@@ -100,6 +106,19 @@ class Ends:
         part = spare / max(1, above.peak - below.peak)
         width = above.kept - below.capacity
         return below.capacity + min(max(part, 0.2), 0.8) * width
+
+
+def between_larger(proposals: Sequence[Proposal], best: Proposal, goal: int) -> float | None:
+    """How many bytes to allow where the neighbours of a peak are known; None where nothing is left.
+
+    More bytes kept may take less at the peak: the largest gap is tried among candidates that do not
+    fit, and are quicker than the best.
+    """
+    larger = [p for p in proposals[1:] if p.kept > best.kept and p.overhead < best.overhead]
+    larger.sort(key=lambda p: p.kept)
+    gaps = [(high.kept - low.capacity, low.capacity) for low, high in itertools.pairwise(larger)]
+    width, start = max(gaps, default=(0.0, 0.0))
+    return start + width / 2 if width > WIDE * goal else None
 
 
 def quickest(proposals: Sequence[Proposal], goal: int) -> Proposal:

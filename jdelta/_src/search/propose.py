@@ -14,7 +14,7 @@ from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import Trace
 from jdelta._src.residuals.items import Items
 from jdelta._src.residuals.residual import Residual
-from jdelta._src.search.bracket import Ends, Proposal, quickest
+from jdelta._src.search.bracket import Ends, Proposal, between_larger, quickest
 from jdelta._src.search.candidate import Candidate, CompiledCandidate
 from jdelta._src.search.history import Correction
 from jdelta._src.search.rules import saved_bytes
@@ -133,22 +133,24 @@ class Proposals:
         problem = replace(self.items.problem, capacity=math.inf)
         least = self.solved_seconds(problem) + self.extra_seconds
         enough = NEXT_TO_NO_SECONDS * self.seconds(self.plain())
-        best, ends = self._bracketed(floor, goal)
         for _ in range(MOST_TRACES):
-            is_close = goal - CLOSE * goal <= best.peak <= goal
-            left = best.overhead - (ends.above.overhead if ends.above else least)
-            if is_close or left <= enough or ends.is_closed:
+            proposals = self._proposals(floor)
+            best, ends = quickest(proposals, goal), Ends.of(proposals, goal)
+            if goal - CLOSE * goal <= best.peak <= goal or best.overhead - least <= enough:
                 break
-            self._propose(ends.capacity(goal))
-            best, ends = self._bracketed(floor, goal)
-        return best.candidate
+            is_equal = ends.above is not None and best.overhead - ends.above.overhead <= enough
+            is_closed = is_equal or ends.are_closed(goal)
+            capacity = between_larger(proposals, best, goal) if is_closed else ends.capacity(goal)
+            if capacity is None:
+                break
+            self._propose(capacity)
+        return quickest(self._proposals(floor), goal).candidate
 
-    def _bracketed(self, floor: Candidate, goal: int) -> tuple[Proposal, Ends]:
-        """Of what was proposed the quickest that is predicted to fit, and what is near the goal."""
+    def _proposals(self, floor: Candidate) -> list[Proposal]:
+        """What was proposed before, the floor first, predicted with all that is known by now."""
         known = self._known.values() if self._known_for is self.items else ()
-        proposals = [Proposal(floor, 0.0, 0.0, self.expected(floor))]
-        proposals += [p.predicted_anew(self.expected(p.candidate)) for p in known]
-        return quickest(proposals, goal), Ends.of(proposals, goal)
+        first = Proposal(floor, 0.0, 0.0, self.expected(floor))
+        return [first, *(p.predicted_anew(self.expected(p.candidate)) for p in known)]
 
     def _propose(self, capacity: float) -> None:
         """Add the candidate that keeps so many bytes at most to what was proposed."""
