@@ -212,7 +212,7 @@ def test_a_step_that_is_not_the_same_twice_is_refused():
 
         return jax.grad(loss)(w)
 
-    args = jax.device_put((W, X), jax.devices()[0])
+    args = jax.device_put((W, X), jax.devices()[0])  # so that no mesh is looked for in the step
     with pytest.raises(PlanMismatchError, match=r"regions that were not there .*unit#1"):
         jdelta.plan(step, "1MiB", *args, pin={"*": "recompute"})
 

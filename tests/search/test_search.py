@@ -66,10 +66,11 @@ def uses_the_budget(deviation, share, target, monkeypatch):
 
     monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", measured)
+    monkeypatch.setattr("jdelta._src.search.rules.WORTH_COMPILING", 0.0)  # however little it saves
     ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(LAYERS)]
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     plan = jdelta.plan(step, share, ws, x, target=target)
-    assert 0.9 * plan.budget <= plan.compiled_peak <= plan.budget
+    assert 0.93 * plan.budget <= plan.compiled_peak <= plan.budget
     assert plan.floor <= plan.compiled_peak
     assert plan.estimates in ((), ("floor",))  # compiled, or each program is foretold
     assert plan.compiles <= 5  # the plain step and the floor too

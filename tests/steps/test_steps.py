@@ -149,7 +149,12 @@ def products(jaxpr):
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("gpt2", {"layers": 4}), ("bert-base", {"layers": 4}), ("resnet50", {"stages": (1, 2, 2, 1)})],
+    [
+        ("gpt2", {"layers": 4}),
+        ("bert-base", {"layers": 4}),
+        ("resnet50", {"stages": (1, 2, 2, 1)}),
+        *(pytest.param(n, {}, marks=pytest.mark.full) for n in ("gpt2", "bert-base", "resnet50")),
+    ],
 )
 def test_the_heuristic_is_near_the_optimum(name, size):
     case = build(name, remat=jdelta.remat, **size)

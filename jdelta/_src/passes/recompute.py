@@ -257,10 +257,8 @@ class _Writer:
         inside = frozenset(indices)
         results = [v for eqn in backward for v in eqn.outvars if passes.leaves(v, inside)]
         operands = sorted(body.operands, key=lambda v: v in passes.cotangents)
-        operand_vars, result_vars = (
-            [body.operands[v] for v in operands],
-            [second[v] for v in results],
-        )
+        operand_vars = [body.operands[v] for v in operands]
+        result_vars = [second[v] for v in results]
         call = _jax.remat_equation(
             _jax.body_of(body.eqns, operand_vars, result_vars),
             self.policy,
@@ -291,9 +289,8 @@ class _Writer:
                 recomputed[origin.place] = origin
                 todo += [passes.entering.get(v, v) for v in _jax.variables(origin.eqn)]
         places = {v: values[v].place if v in values else (-1, -1) for v in sources}
-        return [recomputed[place] for place in sorted(recomputed)], sorted(
-            sources, key=places.__getitem__
-        )
+        in_order = [recomputed[place] for place in sorted(recomputed)]
+        return in_order, sorted(sources, key=places.__getitem__)
 
     def _round(self, kept: Iterable[_Origin], forward: Iterable[Eqn]) -> None:
         """Round what is kept on the device and read in the forward pass, as JAX does.

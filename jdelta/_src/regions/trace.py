@@ -277,13 +277,12 @@ def _with_own_regions(
     Raises:
         MarkedError: The user marked some, and ``until_marked``.
     """
-    session = Session(automatic=True, grouping=grouping, until_marked=until_marked)
+    begun = functools.partial(Session, automatic=True, grouping=grouping, until_marked=until_marked)
     try:
+        session = begun()
         return session, _staged(step_fn, args, session, platform)
     except _LeakError:
-        session = Session(
-            automatic=True, grouping=grouping, outside=True, until_marked=until_marked
-        )
+        session = begun(outside=True)
         return session, _staged(step_fn, args, session, platform)
 
 

@@ -68,7 +68,8 @@ class Proposals:
         self._emitted: dict[Policy | None, Emission] = {}
         self._seconds: dict[Policy | None, float] = {}
         self._known: dict[Policy | None, Proposal] = {}
-        self._known_for = items
+        self._known_for: Items | None = None
+        self._least = 0.0
 
     def plain(self) -> Candidate:
         """The step as it is."""
@@ -130,13 +131,11 @@ class Proposals:
         search goes on from what was proposed before, predicted with all that is known by now, and
         ends where what is left would save next to nothing.
         """
-        problem = replace(self.items.problem, capacity=math.inf)
-        least = self.solved_seconds(problem) + self.extra_seconds
         enough = NEXT_TO_NO_SECONDS * self.seconds(self.plain())
         for _ in range(MOST_TRACES):
             proposals = self._proposals(floor)
             best, ends = quickest(proposals, goal), Ends.of(proposals, goal)
-            if goal - CLOSE * goal <= best.peak <= goal or best.overhead - least <= enough:
+            if goal - CLOSE * goal <= best.peak <= goal or best.overhead - self._least <= enough:
                 break
             is_equal = ends.above is not None and best.overhead - ends.above.overhead <= enough
             is_closed = is_equal or ends.are_closed(goal)
@@ -148,19 +147,26 @@ class Proposals:
 
     def _proposals(self, floor: Candidate) -> list[Proposal]:
         """What was proposed before, the floor first, predicted with all that is known by now."""
-        known = self._known.values() if self._known_for is self.items else ()
+        self._forget_other_items()
         first = Proposal(floor, 0.0, 0.0, self.expected(floor))
+        known = self._known.values()
         return [first, *(p.predicted_anew(self.expected(p.candidate)) for p in known)]
 
     def _propose(self, capacity: float) -> None:
         """Add the candidate that keeps so many bytes at most to what was proposed."""
         candidate = self.keeping(capacity)
-        if self._known_for is not self.items:
-            self._known, self._known_for = {}, self.items
+        self._forget_other_items()
         policy, kept = candidate.emission.policy, saved_bytes(candidate, self.items)
         if policy in self._known:
             capacity = max(capacity, self._known[policy].capacity)
         self._known[policy] = Proposal(candidate, capacity, kept, candidate.predicted)
+
+    def _forget_other_items(self) -> None:
+        """Begin anew where a link was closed since something was proposed."""
+        if self._known_for is not self.items:
+            problem = replace(self.items.problem, capacity=math.inf)
+            self._least = self.solved_seconds(problem) + self.extra_seconds
+            self._known, self._known_for = {}, self.items
 
     def with_one_more(self, best: Candidate) -> Candidate | None:
         """The plan with one more value saved, the one which saves most; None if none does."""
