@@ -38,3 +38,74 @@ def test_a_program_is_traced_with_the_arguments_of_another():
     closed = _jax.retraced(program(), lambda x: [2 * x])
     assert [eqn.primitive.name for eqn in _jax.open_jaxpr(closed).eqns] == ["mul"]
     assert closed.in_avals == program().in_avals
+
+
+def of_every_kind(x, y, ref):
+    """Custom rules, a loop, a branch, an inner jit, a callback, a mutable ref, constants."""
+
+    @jax.custom_jvp
+    def ruled(x):
+        return jnp.sin(x)
+
+    ruled.defjvp(lambda primals, tangents: (ruled(*primals), 2.0 * tangents[0]))
+
+    def layer(x, y):
+        return jnp.tanh(x) + y, jnp.cos(x)
+
+    with jax.named_scope("loop"):
+        x, rows = jax.lax.scan(layer, ruled(x), y)
+    x = jax.lax.cond(x > 0, jnp.exp, jax.jit(jnp.log1p), x)
+    jax.debug.print("{x}", x=x)
+    ref[...] += x
+    return x + rows.sum(), ref[...], jnp.asarray([1.0, 2.0]) * x
+
+
+ARGUMENTS = 0.5, jnp.arange(3.0)
+
+
+def test_what_is_traced_again_is_the_same_program_from_the_same_lines():
+    def loss(x, y):
+        ref = jax.new_ref(jnp.float32(0.0))
+        total, read, more = of_every_kind(x, y, ref)
+        return total + read + more.sum()
+
+    closed = jax.make_jaxpr(jax.value_and_grad(loss))(*ARGUMENTS)
+    again = _jax.retraced(closed, lambda *args: _jax.evaluate(closed, *args))
+    before, after = (_jax.open_jaxpr(program).eqns for program in (closed, again))
+    assert [str(e.primitive) for e in after] == [str(e.primitive) for e in before]
+    assert [_jax.name_stack(e) for e in after] == [_jax.name_stack(e) for e in before]
+    for a, b in zip(after, before, strict=True):
+        assert a.source_info.traceback is b.source_info.traceback
+        assert [v.aval for v in a.outvars] == [v.aval for v in b.outvars]
+    assert jax.jit(_jax.evaluate, static_argnums=0)(closed, *ARGUMENTS) == _jax.evaluate(
+        closed, *ARGUMENTS
+    )
+
+
+def test_rules_are_not_traced_again():
+    calls = []
+
+    @jax.custom_jvp
+    def ruled(x):
+        calls.append(x)
+        return jnp.sin(x)
+
+    ruled.defjvp(lambda primals, tangents: (ruled(*primals), 2.0 * tangents[0]))
+    closed = jax.make_jaxpr(ruled)(1.0)
+    again = _jax.retraced(closed, lambda x: _jax.evaluate(closed, x))
+    assert len(calls) == 1
+    assert jax.grad(lambda x: _jax.evaluate(again, x)[0])(0.5) == 2.0
+
+
+def test_an_operand_of_another_type_is_computed_with_as_it_is():
+    closed = jax.make_jaxpr(lambda x: x * x)(jnp.float32(0.0))
+    wider = jax.make_jaxpr(lambda x: _jax.evaluate(closed, x))(jax.ShapeDtypeStruct((), "bfloat16"))
+    assert [aval.dtype for aval in wider.out_avals] == [jnp.bfloat16]
+    assert jax.vmap(lambda x: _jax.evaluate(closed, x)[0])(jnp.arange(3.0)).tolist() == [0, 1, 4]
+
+
+def test_the_scopes_around_are_those_of_the_equations():
+    closed = jax.make_jaxpr(lambda x: jax.named_scope("inner")(jnp.sin)(x))(0.0)
+    again = jax.make_jaxpr(lambda x: jax.named_scope("outer")(_jax.evaluate)(closed, x))(0.0)
+    (eqn,) = _jax.open_jaxpr(again).eqns
+    assert _jax.name_stack(eqn) == "outer/inner"

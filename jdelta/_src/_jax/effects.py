@@ -27,10 +27,11 @@ def happens_once(eqn_or_jaxpr: Any) -> bool:
 
 def _is_once(effect: Any) -> bool:
     is_repeatable = effects.remat_allowed_effects.contains(effect)
-    return not is_repeatable or type(effect).__name__ in _ONCE or _is_of_ref(effect)
+    return not is_repeatable or type(effect).__name__ in _ONCE or is_of_ref(effect)
 
 
-def _is_of_ref(effect: Any) -> bool:
+def is_of_ref(effect: Any) -> bool:
+    """Whether an effect is on a mutable ref."""
     return isinstance(effect, effects.JaxprInputEffect)
 
 
@@ -38,7 +39,7 @@ def effects_of(inputs: Iterable[Var], eqns: Iterable[Any]) -> frozenset[Any]:
     """The effects of a program: those of its equations, on refs among its inputs only."""
     refs = set(inputs)
     unique = {effect for eqn in eqns for effect in eqn.effects}
-    return frozenset(e for e in unique if not _is_of_ref(e) or getattr(e, "input", None) in refs)
+    return frozenset(e for e in unique if not is_of_ref(e) or getattr(e, "input", None) in refs)
 
 
 def effects_on(eqn: Any, became: Mapping[Var, Atom]) -> Any:

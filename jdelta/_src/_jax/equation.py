@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src.core import unmapped_aval
-from jax.extend import core
 
+from jdelta._src._jax.interpreter import evaluate
 from jdelta._src._jax.jaxprs import Eqn, Jaxpr, jaxpr_of, open_jaxpr, rebuild
 from jdelta._src._jax.values import Atom, Var, is_var, new_var
 
@@ -193,7 +193,7 @@ def scan_equation(
 
     def run(*flat: Any) -> list[Any]:
         def step(state: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = core.jaxpr_as_fun(body)(*flat[:consts], *state, *rows)
+            outputs = evaluate(body, *flat[:consts], *state, *rows)
             return outputs[:carry], outputs[carry:]
 
         rows = list(flat[consts + carry :])

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from jax._src import core as internal
 from jax._src import source_info_util
+from jax._src.interpreters import partial_eval
 from jax.extend import core
 
+from jdelta._src._jax.effects import is_of_ref
 from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, jaxpr_of, open_jaxpr
 from jdelta._src._jax.values import Atom, Var, is_var
 
@@ -24,7 +27,9 @@ Hook: TypeAlias = Callable[[int, Eqn, Env], None]
 
 def evaluate(closed: Jaxpr, *args: Any) -> list[Any]:
     """Evaluate a closed jaxpr."""
-    return core.jaxpr_as_fun(closed)(*args)
+    if _staging() is None:
+        return core.jaxpr_as_fun(closed)(*args)
+    return interpret(closed, args, lambda _, eqn, env: run(eqn, env))
 
 
 def interpret(closed: Jaxpr, args: Sequence[Any], hook: Hook) -> list[Any]:
@@ -51,13 +56,65 @@ def run(eqn: Eqn, env: Env, value_of: Callable[[Any], Any] = lambda value: value
         env: Where its operands are, and its results go.
         value_of: From what stands for an operand to its value.
     """
+    operands = [*map(value_of, read(env, eqn.invars))]
+    results = _staged(eqn, operands)
+    write(env, eqn, _bound(eqn, operands) if results is None else results)
+
+
+def _bound(eqn: Eqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation as JAX computes, or traces, its primitive."""
     at: Any = eqn
     params = eqn.primitive.get_bind_params(eqn.params)
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    place = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+    place = source_info_util.user_context(eqn.source_info.traceback, name_stack=_scope(eqn))
     with place, at.ctx.manager:
-        results = eqn.primitive.bind(*map(value_of, read(env, eqn.invars)), **params)
-    write(env, eqn, results if eqn.primitive.multiple_results else [results])
+        results = eqn.primitive.bind(*operands, **params)
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def _scope(eqn: Eqn) -> Any:
+    """The name stack of an equation where it is evaluated."""
+    return source_info_util.current_name_stack() + eqn.source_info.name_stack
+
+
+def _staging() -> Any:
+    """What records equations if a function is being traced to a program, and nothing else."""
+    trace = internal.trace_ctx.trace
+    return trace if isinstance(trace, partial_eval.DynamicJaxprTrace) else None
+
+
+def _staged(eqn: Eqn, operands: Sequence[Any]) -> Sequence[Any] | None:
+    """The results of an equation that is recorded as it is.
+
+    To bind its primitive gives the same at three times the price: its types are inferred again, and
+    custom rules are traced again.
+
+    Returns:
+        None where it has to be bound: nothing is recorded, an operand is a constant or has another
+        type than the equation was traced for, or the equation is on a mutable ref.
+    """
+    trace, at = _staging(), eqn.source_info
+    is_foldable = eqn.primitive in partial_eval.const_fold_rules
+    if trace is None or is_foldable or any(map(is_of_ref, eqn.effects)):
+        return None
+    tracers: list[Any] = []
+    for atom, value in zip(eqn.invars, operands, strict=True):
+        if not is_var(atom):
+            literal: Any = atom
+            tracers.append(partial_eval.DynamicJaxprTracer(trace, atom.aval, literal, at))
+        elif _is_recorded(value, trace, atom.aval):
+            tracers.append(value)
+        else:
+            return None
+    types = [v.aval for v in eqn.outvars]
+    source: Any = at.replace(name_stack=_scope(eqn))
+    context: Any = getattr(eqn, "ctx", None)
+    return trace.emit_eqn(tracers, types, eqn.primitive, eqn.params, eqn.effects, source, context)
+
+
+def _is_recorded(value: Any, trace: Any, aval: Any) -> bool:
+    """Whether a value of a type is one that is being recorded."""
+    is_of_trace = getattr(value, "_trace", None) is trace
+    return is_of_trace and (value.aval is aval or value.aval == aval)
 
 
 def read(env: Mapping[Var, Any], atoms: Sequence[Atom]) -> list[Any]:

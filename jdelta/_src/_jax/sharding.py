@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from jax.extend import core
 from jax.sharding import NamedSharding
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy
@@ -117,7 +116,7 @@ def shardings_of(closed: Jaxpr, args: Any, platform: str) -> Shardings:
             'off. Turn it on: jax.config.update("jax_use_shardy_partitioner", True).'
         )
     program, variables = _numbered(closed)
-    traced = jax.jit(core.jaxpr_as_fun(program)).trace(*leaves)
+    traced = jax.jit(functools.partial(_jax.evaluate, program)).trace(*leaves)
     module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     specs: dict[Var, Spec] = {}
     for number, spec in _propagated(module):

@@ -34,9 +34,12 @@ _gensym: Callable[[], Any] = core.gensym
 new_var: Callable[[Any], Var] = _gensym()
 
 
+_NO_VARIABLES = frozenset({core.Literal, core.DropVar})
+
+
 def is_var(atom: Atom) -> bool:
     """Whether an atom is a variable that something reads or writes, not a literal."""
-    return not isinstance(atom, (core.Literal, core.DropVar))
+    return type(atom) not in _NO_VARIABLES
 
 
 def is_array(leaf: Any) -> bool:
