@@ -115,6 +115,7 @@ from jdelta._src._jax.values import bytes_of as bytes_of
 from jdelta._src._jax.values import has_explicit_axes as has_explicit_axes
 from jdelta._src._jax.values import is_array as is_array
 from jdelta._src._jax.values import is_complex as is_complex
+from jdelta._src._jax.values import is_computed as is_computed
 from jdelta._src._jax.values import is_inexact as is_inexact
 from jdelta._src._jax.values import is_real as is_real
 from jdelta._src._jax.values import is_var as is_var

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
+from jax._src.array import ArrayImpl
 from jax.extend import core
 
 
@@ -45,6 +46,11 @@ def is_var(atom: Atom) -> bool:
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array (or tracer), and not a Python value that stays static."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def is_computed(leaf: Any) -> bool:
+    """Whether a leaf is an array of JAX's with its numbers: no tracer, no shape, no mutable ref."""
+    return type(leaf) is ArrayImpl
 
 
 def is_complex(var: Var) -> bool:

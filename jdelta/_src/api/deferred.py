@@ -71,13 +71,18 @@ class _Deferred:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         call = call_of(self._step, args, kwargs)
+        step = self._steps.get(call.key) or self._planned(call)
+        return step.run(call)
+
+    def _planned(self, call: Call) -> PlannedStep:
+        """The step under a plan for a call; made by the first thread that asks for it."""
         with self._planning:
             if call.key not in self._steps:
                 refuse_tracers(call)  # before minutes of planning
                 plan = self._plan_of(call)
                 self.plans.append(plan)
                 self._steps[call.key] = plan.jit()
-        return self._steps[call.key].run(call)
+            return self._steps[call.key]
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A method's step, where it stands in a class."""

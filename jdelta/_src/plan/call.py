@@ -48,7 +48,7 @@ class Call:
     out_shardings: Any = None
     finish: Callable[[Any], Any] = _as_they_are
 
-    @property
+    @functools.cached_property
     def key(self) -> Any:
         """What a program is made for: structure, shapes, dtypes and places of the arguments."""
         leaves, tree = jax.tree.flatten(self.args)
@@ -278,20 +278,22 @@ def _moved(leaf: Any, sharding: Sharding) -> Any:
 
 def _kind(leaf: Any) -> Any:
     """What of a leaf a program depends on."""
+    if _jax.is_computed(leaf):  # most are, at each call of a step
+        return leaf.shape, leaf.dtype, leaf.weak_type, False, _place(leaf.sharding)
     if isinstance(leaf, (bool, int, float, complex)):
         leaf = jax.typeof(leaf)  # as the array that a counter of Python's becomes after one step
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return type(leaf)
     weak = getattr(leaf, "weak_type", False)
-    return leaf.shape, leaf.dtype, weak, _jax.is_ref(leaf), _place(leaf)
+    has_place = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+    place = _place(getattr(leaf, "sharding", None)) if has_place else None
+    return leaf.shape, leaf.dtype, weak, _jax.is_ref(leaf), place
 
 
-def _place(leaf: Any) -> Any:
+@functools.lru_cache
+def _place(sharding: Sharding | None) -> Any:
     """Where an array lives: on one device it is all the same how that is said."""
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or sharding is None:
-        return None
-    if len(sharding.device_set) > 1:
+    if sharding is None or len(sharding.device_set) > 1:
         return sharding
     (device,) = sharding.device_set
     kind = sharding.memory_kind or device.default_memory().kind

@@ -75,10 +75,12 @@ class Jitted:
             return MappingProxyType({})
         return MappingProxyType(dict(parameters[len(self.first) :]))
 
-    @property
+    @functools.cached_property
     def first_names(self) -> tuple[str, ...]:
         """What the step calls what stands before the arguments of a call."""
-        return tuple(inspect.signature(self.fun).parameters)[: len(self.first)]
+        return (
+            tuple(inspect.signature(self.fun).parameters)[: len(self.first)] if self.first else ()
+        )
 
     @property
     def name(self) -> str:
