@@ -3,10 +3,15 @@
 import ast
 import functools
 import re
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import jdelta
 
 ROOT = Path(__file__).parents[1] / "jdelta"
 LEAVES = ("errors", "decision", "sizes", "cache", "versions")
@@ -60,7 +65,26 @@ def imported(module: str) -> frozenset[str]:
 
 def test_jdelta_holds_what_users_and_python_ask_for():
     names = {path.name for path in ROOT.iterdir()} - {"__pycache__"}
-    assert names == {"__init__.py", "__main__.py", "plot.py", "py.typed", "_src"}
+    assert names == {"__init__.py", "__init__.pyi", "__main__.py", "plot.py", "py.typed", "_src"}
+
+
+def test_what_is_public_is_loaded_when_it_is_asked_for():
+    """A module that marks regions waits for no planner, and one that imports jdelta for nothing."""
+    assert all(getattr(jdelta, name) is not None for name in jdelta.__all__)
+    script = """
+        import sys, jdelta
+        rooms = lambda: sorted({m.split(".")[2] for m in sys.modules if "jdelta._src." in m})
+        print(rooms())
+        jdelta.remat
+        print(rooms())
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True
+    )
+    before, after = map(ast.literal_eval, process.stdout.splitlines())
+    assert before == []
+    assert "regions" in after
+    assert not {"search", "passes", "solver", "api", "report"} & set(after)
 
 
 def test_every_module_is_in_a_room():

@@ -10,6 +10,7 @@ import pytest
 
 import jdelta
 from jdelta._src.backends.platforms import backend_of
+from jdelta._src.backends.target import resolve
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import timeline
 from jdelta._src.hlo.text import parse
@@ -348,7 +349,7 @@ def test_xla_allocates_what_its_own_order_needs(target, layers, batch):
     """With few rows temporaries lie in the places of weights, and weights on their gradients."""
     pytest.importorskip("jax_plugins.xla_cuda13" if "cuda" in target else "libtpu")
     step, state, data = mlp(layers, 512, batch, optax.adam(1e-3))
-    where = jdelta._src.backends.target.resolve(target)
+    where = resolve(target)
     args = where.abstract((state, data))
     lowered = jax.jit(step, donate_argnums=0).trace(*args)
     schedule = jdelta.schedule(lowered.lower(lowering_platforms=(where.platform,)).compile())

@@ -70,8 +70,8 @@ def test_what_is_traced_again_is_the_same_program_from_the_same_lines():
         return total + read + more.sum()
 
     closed = jax.make_jaxpr(jax.value_and_grad(loss))(*ARGUMENTS)
-    again = _jax.retraced(closed, lambda *args: _jax.evaluate(closed, *args))
-    before, after = (_jax.open_jaxpr(program).eqns for program in (closed, again))
+    retraced = _jax.retraced(closed, lambda *args: _jax.evaluate(closed, *args))
+    before, after = (_jax.open_jaxpr(program).eqns for program in (closed, retraced))
     assert [str(e.primitive) for e in after] == [str(e.primitive) for e in before]
     assert [_jax.name_stack(e) for e in after] == [_jax.name_stack(e) for e in before]
     for a, b in zip(after, before, strict=True):
@@ -92,9 +92,9 @@ def test_rules_are_not_traced_again():
 
     ruled.defjvp(lambda primals, tangents: (ruled(*primals), 2.0 * tangents[0]))
     closed = jax.make_jaxpr(ruled)(1.0)
-    again = _jax.retraced(closed, lambda x: _jax.evaluate(closed, x))
+    retraced = _jax.retraced(closed, lambda x: _jax.evaluate(closed, x))
     assert len(calls) == 1
-    assert jax.grad(lambda x: _jax.evaluate(again, x)[0])(0.5) == 2.0
+    assert jax.grad(lambda x: _jax.evaluate(retraced, x)[0])(0.5) == 2.0
 
 
 def test_an_operand_of_another_type_is_computed_with_as_it_is():
@@ -106,6 +106,6 @@ def test_an_operand_of_another_type_is_computed_with_as_it_is():
 
 def test_the_scopes_around_are_those_of_the_equations():
     closed = jax.make_jaxpr(lambda x: jax.named_scope("inner")(jnp.sin)(x))(0.0)
-    again = jax.make_jaxpr(lambda x: jax.named_scope("outer")(_jax.evaluate)(closed, x))(0.0)
-    (eqn,) = _jax.open_jaxpr(again).eqns
+    retraced = jax.make_jaxpr(lambda x: jax.named_scope("outer")(_jax.evaluate)(closed, x))(0.0)
+    (eqn,) = _jax.open_jaxpr(retraced).eqns
     assert _jax.name_stack(eqn) == "outer/inner"
