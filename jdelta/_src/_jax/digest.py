@@ -61,13 +61,13 @@ class _Digests:
     """The digests of one program's parts, those that occur more than once made once."""
 
     def __init__(self):
-        self._known: dict[int, tuple[object, bytes]] = {}  # keeps the object, so that ids stay
+        self._known: dict[int, tuple[object, Any]] = {}  # keeps the object, so that ids stay
 
     def program(self, closed: Jaxpr) -> bytes:
         """A jaxpr with its constants."""
         return self._once(closed, self._program)
 
-    def _once(self, part: Any, make: Any) -> bytes:
+    def _once(self, part: Any, make: Any) -> Any:
         if id(part) not in self._known:
             self._known[id(part)] = part, make(part)
         return self._known[id(part)][1]
@@ -78,7 +78,7 @@ class _Digests:
 
         def new(variables: Sequence[Var]) -> list[str]:
             numbers.update((v, len(numbers) + i) for i, v in enumerate(variables))
-            return [_aval(v.aval) for v in variables]
+            return [self._once(v.aval, _aval) for v in variables]
 
         def read(atom: Any) -> str:
             if is_var(atom):

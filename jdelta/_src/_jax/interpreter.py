@@ -106,7 +106,8 @@ def _staged(eqn: Eqn, operands: Sequence[Any]) -> Sequence[Any] | None:
         else:
             return None
     types = [v.aval for v in eqn.outvars]
-    source: Any = at.replace(name_stack=_scope(eqn))
+    outer = source_info_util.current_name_stack()
+    source: Any = at.replace(name_stack=outer + at.name_stack) if outer else at
     context: Any = getattr(eqn, "ctx", None)
     return trace.emit_eqn(tracers, types, eqn.primitive, eqn.params, eqn.effects, source, context)
 

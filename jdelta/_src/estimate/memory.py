@@ -93,9 +93,11 @@ def timeline(
     for index, op in enumerate(graph.operations):
         results = [v for v in op.outputs if v in roots[v] and v not in fixed and v in last]
         new = sum(sizes[v] for v in results)
-        dying = Counter(sizes[v] for v in ends[index] if v not in results and v not in tied)
-        over = dying & Counter(sizes[v] for v in results)  # buffers of one size
-        shared = sum(over.elements()) if overwrites(op, compiler) else 0
+        shared = 0
+        if results and ends[index] and overwrites(op, compiler):
+            dying = Counter(sizes[v] for v in ends[index] if v not in results and v not in tied)
+            over = dying & Counter(sizes[v] for v in results)  # buffers of one size
+            shared = sum(over.elements())
         body = op.body and body_timeline(op, op.body, compiler)
         frees = any(roots[v] and roots[v].issubset(ends[index]) for v in op.inputs)
         workspace.append(0 if body else compiler.workspace(graph, op, frees=frees))

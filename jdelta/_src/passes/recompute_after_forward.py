@@ -9,7 +9,8 @@ for 496).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
@@ -35,9 +36,7 @@ def _with_forward_first(flat: Jaxpr) -> Jaxpr:
     eqns = [_with_forward_first_inside(eqn) for eqn in inner.eqns]
     is_changed = any(a is not b for a, b in zip(eqns, inner.eqns, strict=True))
     flat = _jax.with_equations(flat, eqns) if is_changed else flat
-    shielded = (index for index, eqn in enumerate(eqns) if _jax.is_shielded(eqn))
-    ties = {index - 1: _tie(_jax.open_jaxpr(flat), index) for index in shielded if index}
-    barriers = {index: [tie] for index, tie in ties.items() if tie}
+    barriers = {index - 1: [tie] for index, tie in _ties(_jax.open_jaxpr(flat)).items()}
     return _jax.with_barriers(flat, barriers) if barriers else flat
 
 
@@ -49,50 +48,89 @@ def _with_forward_first_inside(eqn: Eqn) -> Eqn:
     return eqn if changed is body else eqn.replace(params={**eqn.params, "jaxpr": changed})
 
 
-def _tie(inner: Jaxpr, index: int) -> list[Var]:
+def _ties(inner: Jaxpr) -> dict[int, list[Var]]:
+    """For each backward region that waits for nothing, what to tie before it, by its index."""
+    sources = _Sources()
+    ties: dict[int, list[Var]] = {}
+    for index, eqn in enumerate(inner.eqns):
+        region = _region_of(eqn) if index and _jax.is_shielded(eqn) else None
+        if region and (tie := _tie(inner, index, sources.of(region))):
+            ties[index] = tie
+        sources.add(eqn)
+    return ties
+
+
+def _tie(inner: Jaxpr, index: int, source: _Source) -> list[Var]:
     """An operand of a backward region and what it has to wait for; empty if it waits already.
 
     A barrier holds only if all that leaves it is used: so these are results of the forward pass
     that something reads later on.
     """
-    region, before = inner.eqns[index], inner.eqns[:index]
-    own_values = _made_by(before, _region_of(region))
+    region = inner.eqns[index]
     operands = [v for v in region.invars if _jax.is_var(v) and not _jax.on_host(v.aval)]
-    entering = {v for v in operands if v not in own_values}
-    if not own_values or not entering or not own_values.isdisjoint(_ancestors(before, entering)):
+    entering = [v for v in operands if not source.makes(v)]
+    if not entering or any(map(source.is_behind, entering)):
         return []
-    results = {
-        v for i in _jax.dependents(before, own_values) for v in before[i].outvars
-    } | own_values
     later = {v for eqn in inner.eqns[index:] for v in eqn.invars if _jax.is_var(v)}
     later.update(filter(_jax.is_var, inner.outvars))
-    ended = [
-        v for eqn in before for v in eqn.outvars if v in results and v in later - set(operands)
-    ]
-    operand = next(v for v in reversed(operands) if v in entering)
-    return [operand, *ended] if ended else []
+    later.difference_update(operands)
+    before = (v for eqn in inner.eqns[:index] for v in eqn.outvars)
+    ended = [v for v in before if v in later and source.is_behind(v)]
+    return [entering[-1], *ended] if ended else []
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a region has made in the equations so far.
+
+    Attributes:
+        bit: Stands for the region: ``0b100``.
+        made: From values to the bits of the regions that made them.
+        behind: From values to the bits of the regions that they depend on.
+    """
+
+    bit: int
+    made: Mapping[Var, int]
+    behind: Mapping[Var, int]
+
+    def makes(self, value: Var) -> bool:
+        """Whether the region computes a value, or it is a copy of one."""
+        return bool(self.made.get(value, 0) & self.bit)
+
+    def is_behind(self, value: Var) -> bool:
+        """Whether a value is one of the region's, or is computed from one."""
+        return bool(self.behind.get(value, 0) & self.bit)
+
+
+class _Sources:
+    """The values of all regions, read in one pass over the equations."""
+
+    def __init__(self):
+        self._bits: dict[str, int] = {}
+        self._made: dict[Var, int] = {}
+        self._behind: dict[Var, int] = {}
+
+    def of(self, region: str) -> _Source:
+        """What a region has made in the equations so far."""
+        bit = self._bits.setdefault(region, 1 << len(self._bits))
+        return _Source(bit, self._made, self._behind)
+
+    def add(self, eqn: Eqn) -> None:
+        """Read the next equation. Inputs of a region are none of its values."""
+        made = behind = 0
+        for v in _jax.variables(eqn):
+            made |= self._made.get(v, 0)
+            behind |= self._behind.get(v, 0)
+        name = _jax.named_value(eqn)
+        made = made if eqn.primitive.name in _COPIES else 0
+        if isinstance(name, RegionName) and not name.is_input:
+            made |= self.of(name.region).bit
+        if made:
+            self._made.update(dict.fromkeys(eqn.outvars, made))
+        if made | behind:
+            self._behind.update(dict.fromkeys(eqn.outvars, made | behind))
 
 
 def _region_of(backward: Eqn) -> str | None:
     names = map(_jax.named_value, _jax.equations(_jax.subjaxpr(backward)))
     return next((name.region for name in names if isinstance(name, RegionName)), None)
-
-
-def _made_by(eqns: Sequence[Eqn], region: str | None) -> set[Var]:
-    """Values that a region computes, and copies of these; not its inputs."""
-    values: set[Var] = set()
-    for eqn in eqns:
-        name = _jax.named_value(eqn)
-        is_own = isinstance(name, RegionName) and name.region == region and not name.is_input
-        is_copy = eqn.primitive.name in _COPIES and not values.isdisjoint(_jax.variables(eqn))
-        values.update(eqn.outvars if is_own or is_copy else ())
-    return values
-
-
-def _ancestors(eqns: Sequence[Eqn], values: set[Var]) -> set[Var]:
-    """The values, and all that they are computed from."""
-    needed = set(values)
-    for eqn in reversed(eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            needed.update(_jax.variables(eqn))
-    return needed

@@ -243,6 +243,14 @@ class _Builder:
         self.shardings = shardings
         self.unfold_loops = unfold_loops
         self.times = 1
+        self._places: dict[tuple[int, int], tuple[_Place, _Place, Eqn]] = {}
+
+    def place(self, around: _Place, eqn: Eqn) -> _Place:
+        """Where an equation stands: what its name stack says, asked once for each."""
+        key = id(around), id(eqn.source_info.name_stack)
+        if key not in self._places:  # what has these ids stays as long as they count
+            self._places[key] = around.below(eqn), around, eqn
+        return self._places[key][0]
 
     def value(self, atom: Atom) -> int:
         spec = self.shardings.specs.get(atom, ()) if _jax.is_var(atom) else ()
@@ -255,7 +263,7 @@ class _Builder:
 
     def run(self, eqns: Sequence[Eqn], env: dict[Var, Any], around: _Place) -> None:
         for eqn in map(_jax.plain, eqns):
-            place = around.below(eqn)
+            place = self.place(around, eqn)
             is_call = _jax.is_call(eqn) or eqn.primitive.name in _CUSTOM
             if is_call and any(True for _ in _jax.subjaxprs(eqn)):
                 self._inline(eqn, env, place)
