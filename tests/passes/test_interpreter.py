@@ -109,3 +109,15 @@ def test_the_scopes_around_are_those_of_the_equations():
     retraced = jax.make_jaxpr(lambda x: jax.named_scope("outer")(_jax.evaluate)(closed, x))(0.0)
     (eqn,) = _jax.open_jaxpr(retraced).eqns
     assert _jax.name_stack(eqn) == "outer/inner"
+
+
+def test_what_jax_makes_other_equations_of_is_left_to_it():
+    """With JAX 0.12 a root is a primitive that no compiler knows before JAX has lowered it."""
+
+    def root(x):
+        return jax.lax.custom_root(
+            lambda s: s**3 - x, 1.0, lambda f, s: s + f(s) * 0.1, lambda g, t: t / g(1.0)
+        )
+
+    closed = jax.make_jaxpr(root)(1.0)
+    assert jax.jit(lambda x: _jax.evaluate(closed, x)[0])(0.5) == root(0.5)

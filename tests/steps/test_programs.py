@@ -14,7 +14,6 @@ import pytest
 
 import jdelta
 from jdelta._src.passes.emit import emit
-from jdelta._src.plan.call import call_of
 from jdelta._src.regions.trace import trace
 from tests.flags import flags
 from tests.programs import PROGRAMS, unmarked
@@ -28,14 +27,9 @@ SHARE = 0.5
 def program(request, monkeypatch):
     """One of the table; a plan is said to take what is simulated, and compiled when it is run.
 
-    What is traced, staged and emitted for one plan of a program serves its other plan.
+    What is staged and emitted for one plan of a program serves its other plan.
     """
-    calls, staged, emissions = [], {}, {}
-
-    def called(*asked):
-        if not calls:
-            calls.append(call_of(*asked))
-        return calls[0]
+    staged, emissions = {}, {}
 
     def traced(fun, *args, grouping, **options):
         if grouping not in staged:
@@ -50,7 +44,6 @@ def program(request, monkeypatch):
             emissions[key] = dataclasses.replace(emission, lower=lambda: later)
         return emissions[key]
 
-    monkeypatch.setattr("jdelta._src.api.planning.call_of", called)
     monkeypatch.setattr("jdelta._src.api.planning.trace", traced)
     monkeypatch.setattr("jdelta._src.search.propose.emit", emitted)
     monkeypatch.setattr(

@@ -25,6 +25,10 @@ Hook: TypeAlias = Callable[[int, Eqn, Env], None]
 """Evaluates one equation, given its index: reads its operands, and puts its results there."""
 
 
+_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+"""Functions with derivatives of their own: where nothing is differentiated any more, their body."""
+
+
 def evaluate(closed: Jaxpr, *args: Any) -> list[Any]:
     """Evaluate a closed jaxpr."""
     if _staging() is None:
@@ -90,11 +94,11 @@ def _staged(eqn: Eqn, operands: Sequence[Any]) -> Sequence[Any] | None:
 
     Returns:
         None where it has to be bound: nothing is recorded, an operand is a constant or has another
-        type than the equation was traced for, or the equation is on a mutable ref.
+        type than the equation was traced for, JAX makes other equations of it, or it is on a
+        mutable ref.
     """
     trace, at = _staging(), eqn.source_info
-    is_foldable = eqn.primitive in partial_eval.const_fold_rules
-    if trace is None or is_foldable or any(map(is_of_ref, eqn.effects)):
+    if trace is None or _becomes_others(eqn, trace) or any(map(is_of_ref, eqn.effects)):
         return None
     tracers: list[Any] = []
     for atom, value in zip(eqn.invars, operands, strict=True):
@@ -110,6 +114,14 @@ def _staged(eqn: Eqn, operands: Sequence[Any]) -> Sequence[Any] | None:
     source: Any = at.replace(name_stack=outer + at.name_stack) if outer else at
     context: Any = getattr(eqn, "ctx", None)
     return trace.emit_eqn(tracers, types, eqn.primitive, eqn.params, eqn.effects, source, context)
+
+
+def _becomes_others(eqn: Eqn, trace: Any) -> bool:
+    """Whether JAX records other equations for one: folded, of lower level, without its rules."""
+    prim: Any = eqn.primitive
+    if prim in partial_eval.const_fold_rules or (trace.requires_low and prim.name in _WITH_RULES):
+        return True
+    return prim.is_high(*(atom.aval for atom in eqn.invars), **eqn.params)
 
 
 def _is_recorded(value: Any, trace: Any, aval: Any) -> bool:
