@@ -85,17 +85,17 @@ class _Source:
 
     Attributes:
         bit: Stands for the region: ``0b100``.
-        made: From values to the bits of the regions that made them.
+        makers: From values to the bits of the regions that made them.
         behind: From values to the bits of the regions that they depend on.
     """
 
     bit: int
-    made: Mapping[Var, int]
+    makers: Mapping[Var, int]
     behind: Mapping[Var, int]
 
     def makes(self, value: Var) -> bool:
         """Whether the region computes a value, or it is a copy of one."""
-        return bool(self.made.get(value, 0) & self.bit)
+        return bool(self.makers.get(value, 0) & self.bit)
 
     def is_behind(self, value: Var) -> bool:
         """Whether a value is one of the region's, or is computed from one."""
@@ -107,28 +107,28 @@ class _Sources:
 
     def __init__(self):
         self._bits: dict[str, int] = {}
-        self._made: dict[Var, int] = {}
+        self._makers: dict[Var, int] = {}
         self._behind: dict[Var, int] = {}
 
     def of(self, region: str) -> _Source:
         """What a region has made in the equations so far."""
         bit = self._bits.setdefault(region, 1 << len(self._bits))
-        return _Source(bit, self._made, self._behind)
+        return _Source(bit, self._makers, self._behind)
 
     def add(self, eqn: Eqn) -> None:
         """Read the next equation. Inputs of a region are none of its values."""
-        made = behind = 0
+        makers = behind = 0
         for v in _jax.variables(eqn):
-            made |= self._made.get(v, 0)
+            makers |= self._makers.get(v, 0)
             behind |= self._behind.get(v, 0)
         name = _jax.named_value(eqn)
-        made = made if eqn.primitive.name in _COPIES else 0
+        makers = makers if eqn.primitive.name in _COPIES else 0
         if isinstance(name, RegionName) and not name.is_input:
-            made |= self.of(name.region).bit
-        if made:
-            self._made.update(dict.fromkeys(eqn.outvars, made))
-        if made | behind:
-            self._behind.update(dict.fromkeys(eqn.outvars, made | behind))
+            makers |= self.of(name.region).bit
+        if makers:
+            self._makers.update(dict.fromkeys(eqn.outvars, makers))
+        if makers | behind:
+            self._behind.update(dict.fromkeys(eqn.outvars, makers | behind))
 
 
 def _region_of(backward: Eqn) -> str | None:
