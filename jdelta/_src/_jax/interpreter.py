@@ -25,10 +25,6 @@ Hook: TypeAlias = Callable[[int, Eqn, Env], None]
 """Evaluates one equation, given its index: reads its operands, and puts its results there."""
 
 
-_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
-"""Functions with derivatives of their own: where nothing is differentiated any more, their body."""
-
-
 def evaluate(closed: Jaxpr, *args: Any) -> list[Any]:
     """Evaluate a closed jaxpr."""
     if _staging() is None:
@@ -81,9 +77,13 @@ def _scope(eqn: Eqn) -> Any:
 
 
 def _staging() -> Any:
-    """What records equations if a function is being traced to a program, and nothing else."""
-    trace = internal.trace_ctx.trace
-    return trace if isinstance(trace, partial_eval.DynamicJaxprTrace) else None
+    """What records equations if a function is being traced to a program, and nothing else.
+
+    None where JAX lowers a program, and makes other equations of its own.
+    """
+    trace: Any = internal.trace_ctx.trace
+    records = isinstance(trace, partial_eval.DynamicJaxprTrace) and not trace.requires_low
+    return trace if records else None
 
 
 def _staged(eqn: Eqn, operands: Sequence[Any]) -> Sequence[Any] | None:
@@ -98,7 +98,7 @@ def _staged(eqn: Eqn, operands: Sequence[Any]) -> Sequence[Any] | None:
         mutable ref.
     """
     trace, at = _staging(), eqn.source_info
-    if trace is None or _becomes_others(eqn, trace) or any(map(is_of_ref, eqn.effects)):
+    if trace is None or _becomes_others(eqn) or any(map(is_of_ref, eqn.effects)):
         return None
     tracers: list[Any] = []
     for atom, value in zip(eqn.invars, operands, strict=True):
@@ -110,18 +110,17 @@ def _staged(eqn: Eqn, operands: Sequence[Any]) -> Sequence[Any] | None:
         else:
             return None
     types = [v.aval for v in eqn.outvars]
-    outer = source_info_util.current_name_stack()
-    source: Any = at.replace(name_stack=outer + at.name_stack) if outer else at
+    is_inside = bool(source_info_util.current_name_stack())
+    source: Any = at.replace(name_stack=_scope(eqn)) if is_inside else at
     context: Any = getattr(eqn, "ctx", None)
     return trace.emit_eqn(tracers, types, eqn.primitive, eqn.params, eqn.effects, source, context)
 
 
-def _becomes_others(eqn: Eqn, trace: Any) -> bool:
-    """Whether JAX records other equations for one: folded, of lower level, without its rules."""
+def _becomes_others(eqn: Eqn) -> bool:
+    """Whether JAX may record other equations for one: a constant, or some of lower level."""
     prim: Any = eqn.primitive
-    if prim in partial_eval.const_fold_rules or (trace.requires_low and prim.name in _WITH_RULES):
-        return True
-    return prim.is_high(*(atom.aval for atom in eqn.invars), **eqn.params)
+    is_high = prim.is_high(*(atom.aval for atom in eqn.invars), **eqn.params)
+    return is_high or prim in partial_eval.const_fold_rules
 
 
 def _is_recorded(value: Any, trace: Any, aval: Any) -> bool:

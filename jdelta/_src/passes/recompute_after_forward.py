@@ -9,9 +9,6 @@ for 496).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
 from jdelta._src.passes.program import Context, Program
@@ -54,66 +51,49 @@ def _ties(inner: Jaxpr) -> dict[int, list[Var]]:
     ties: dict[int, list[Var]] = {}
     for index, eqn in enumerate(inner.eqns):
         region = _region_of(eqn) if index and _jax.is_shielded(eqn) else None
-        if region and (tie := _tie(inner, index, sources.of(region))):
+        if region and (tie := _tie(inner, index, sources, region)):
             ties[index] = tie
         sources.add(eqn)
     return ties
 
 
-def _tie(inner: Jaxpr, index: int, source: _Source) -> list[Var]:
+def _tie(inner: Jaxpr, index: int, sources: _Sources, region: str) -> list[Var]:
     """An operand of a backward region and what it has to wait for; empty if it waits already.
 
     A barrier holds only if all that leaves it is used: so these are results of the forward pass
     that something reads later on.
     """
-    region = inner.eqns[index]
-    operands = [v for v in region.invars if _jax.is_var(v) and not _jax.on_host(v.aval)]
-    entering = [v for v in operands if not source.makes(v)]
-    if not entering or any(map(source.is_behind, entering)):
+    operands = [v for v in inner.eqns[index].invars if _jax.is_var(v) and not _jax.on_host(v.aval)]
+    entering = [v for v in operands if not sources.makes(region, v)]
+    if not entering or any(sources.is_behind(region, v) for v in entering):
         return []
     later = {v for eqn in inner.eqns[index:] for v in eqn.invars if _jax.is_var(v)}
     later.update(filter(_jax.is_var, inner.outvars))
     later.difference_update(operands)
     before = (v for eqn in inner.eqns[:index] for v in eqn.outvars)
-    ended = [v for v in before if v in later and source.is_behind(v)]
+    ended = [v for v in before if v in later and sources.is_behind(region, v)]
     return [entering[-1], *ended] if ended else []
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What a region has made in the equations so far.
-
-    Attributes:
-        bit: Stands for the region: ``0b100``.
-        makers: From values to the bits of the regions that made them.
-        behind: From values to the bits of the regions that they depend on.
-    """
-
-    bit: int
-    makers: Mapping[Var, int]
-    behind: Mapping[Var, int]
-
-    def makes(self, value: Var) -> bool:
-        """Whether the region computes a value, or it is a copy of one."""
-        return bool(self.makers.get(value, 0) & self.bit)
-
-    def is_behind(self, value: Var) -> bool:
-        """Whether a value is one of the region's, or is computed from one."""
-        return bool(self.behind.get(value, 0) & self.bit)
-
-
 class _Sources:
-    """The values of all regions, read in one pass over the equations."""
+    """What each region has made in the equations so far, read in one pass over them.
+
+    A bit stands for a region, ``{"h_3#0": 0b100}``; of each value it is kept which regions made it,
+    and which it depends on: ``{a: 0b101}``.
+    """
 
     def __init__(self):
         self._bits: dict[str, int] = {}
         self._makers: dict[Var, int] = {}
         self._behind: dict[Var, int] = {}
 
-    def of(self, region: str) -> _Source:
-        """What a region has made in the equations so far."""
-        bit = self._bits.setdefault(region, 1 << len(self._bits))
-        return _Source(bit, self._makers, self._behind)
+    def makes(self, region: str, value: Var) -> bool:
+        """Whether a region computes a value, or it is a copy of one."""
+        return bool(self._makers.get(value, 0) & self._bits.get(region, 0))
+
+    def is_behind(self, region: str, value: Var) -> bool:
+        """Whether a value is one of the region's, or is computed from one."""
+        return bool(self._behind.get(value, 0) & self._bits.get(region, 0))
 
     def add(self, eqn: Eqn) -> None:
         """Read the next equation. Inputs of a region are none of its values."""
@@ -124,7 +104,7 @@ class _Sources:
         name = _jax.named_value(eqn)
         makers = makers if eqn.primitive.name in _COPIES else 0
         if isinstance(name, RegionName) and not name.is_input:
-            makers |= self.of(name.region).bit
+            makers |= self._bits.setdefault(name.region, 1 << len(self._bits))
         if makers:
             self._makers.update(dict.fromkeys(eqn.outvars, makers))
         if makers | behind:

@@ -47,7 +47,6 @@ class PlannedStep:
         self._compiled = ready
         self._drift: Drift | None = None
         self._refs = tuple(": ref " in line for line in plan.program.arguments)
-        self._has_refs = any(self._refs)
         functools.update_wrapper(self, step.fun, updated=())
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +65,7 @@ class PlannedStep:
             self._static = call.static
         if getattr(jax.config, "jax_disable_jit", False):  # nothing compiled is called then
             return call.finish(call.fun(*call.args))
-        if self._has_refs and self._refs != _refs_in(call):  # a compiled step writes what it gets
+        if any(self._refs) and self._refs != _refs_in(call):  # a compiled step writes what it gets
             _check_arguments(self.plan, call)
         try:
             results = self._results(call.args)

@@ -78,9 +78,9 @@ class Jitted:
     @functools.cached_property
     def first_names(self) -> tuple[str, ...]:
         """What the step calls what stands before the arguments of a call."""
-        return (
-            tuple(inspect.signature(self.fun).parameters)[: len(self.first)] if self.first else ()
-        )
+        if not self.first:
+            return ()
+        return tuple(inspect.signature(self.fun).parameters)[: len(self.first)]
 
     @property
     def name(self) -> str:
