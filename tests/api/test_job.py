@@ -183,7 +183,7 @@ with ocp.StandardCheckpointer() as saver:
     saver.save(directory, state)
     saver.wait_until_finished()
     state = saver.restore(directory, jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
-second = jdelta.plan(step, 0.6, state, x)
+second = jdelta.plan(step, 0.7, state, x)
 assert second.decisions != first.decisions
 _, more = trained(second.jit(), state, 3)
 

@@ -15,7 +15,7 @@ from jax._src.interpreters import partial_eval
 from jax.extend import core
 
 from jdelta._src._jax.effects import is_of_ref
-from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, jaxpr_of, open_jaxpr
+from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, is_high, jaxpr_of, open_jaxpr
 from jdelta._src._jax.values import Atom, Var, is_var
 
 Env: TypeAlias = dict[Var, Any]
@@ -118,9 +118,7 @@ def _staged(eqn: Eqn, operands: Sequence[Any]) -> Sequence[Any] | None:
 
 def _becomes_others(eqn: Eqn) -> bool:
     """Whether JAX may record other equations for one: a constant, or some of lower level."""
-    prim: Any = eqn.primitive
-    is_high = prim.is_high(*(atom.aval for atom in eqn.invars), **eqn.params)
-    return is_high or prim in partial_eval.const_fold_rules
+    return is_high(eqn) or eqn.primitive in partial_eval.const_fold_rules
 
 
 def _is_recorded(value: Any, trace: Any, aval: Any) -> bool:

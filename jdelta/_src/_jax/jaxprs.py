@@ -97,8 +97,32 @@ class Jaxpr(Protocol):
 
 
 # JAX's own constructors ask for its own classes; what jdelta hands them is known by its protocol.
-_open: Callable[..., Any] = core.Jaxpr
+_jaxpr: Callable[..., Any] = core.Jaxpr
 _closed: Callable[..., Any] = core.ClosedJaxpr
+
+
+def _open(
+    constvars: Sequence[Var],
+    invars: Sequence[Var],
+    outvars: Sequence[Atom],
+    eqns: Sequence[Eqn],
+    debug_info: Any,
+) -> Any:
+    """An open program, which says of itself what it does and whether JAX has to lower its level."""
+    return _jaxpr(
+        list(constvars),
+        list(invars),
+        list(outvars),
+        list(eqns),
+        effects_of([*constvars, *invars], eqns),
+        debug_info,
+        is_high=any(map(is_high, eqns)),
+    )
+
+
+def is_high(eqn: Eqn) -> bool:
+    """Whether JAX makes other equations of one before it lowers them (jax 0.12)."""
+    return bool(eqn.primitive.is_high(*(atom.aval for atom in eqn.invars), **eqn.params))
 
 
 def jaxpr_of(fun: Callable[..., Any], *args: Any) -> Jaxpr:
@@ -151,14 +175,11 @@ def rebuild(
 ) -> Jaxpr:
     """A closed jaxpr like ``jaxpr`` with other equations, outputs, inputs and further constants."""
     inner = open_jaxpr(jaxpr)
-    constvars = [*inner.constvars, *new_consts]
-    inputs = list(inner.invars if invars is None else invars)
     raw = _open(
-        constvars,
-        inputs,
-        list(outvars),
-        list(eqns),
-        effects_of([*constvars, *inputs], eqns),
+        [*inner.constvars, *new_consts],
+        inner.invars if invars is None else invars,
+        outvars,
+        eqns,
         inner.debug_info.with_unknown_names(),
     )
     return _closed(raw, [*consts_of(jaxpr), *new_consts.values()])
@@ -167,10 +188,8 @@ def rebuild(
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
     """The jaxpr, closed or open as it is, with other equations."""
     inner = open_jaxpr(jaxpr)
-    debug_info = inner.debug_info.with_unknown_names()
-    variables = list(inner.constvars), list(inner.invars), list(inner.outvars)
-    effects = effects_of([*inner.constvars, *inner.invars], eqns)
-    raw = _open(*variables, list(eqns), effects, debug_info)
+    names = inner.debug_info.with_unknown_names()
+    raw = _open(inner.constvars, inner.invars, inner.outvars, eqns, names)
     consts = consts_of(jaxpr)
     closed = hasattr(jaxpr, "jaxpr") and len(consts) == len(inner.constvars)
     return _closed(raw, consts) if closed else raw
@@ -195,14 +214,8 @@ def dependents(eqns: Sequence[Eqn], values: Iterable[Any]) -> Iterator[int]:
 def hoist_consts(closed: Jaxpr) -> Jaxpr:
     """The closed jaxpr with its constants turned into leading inputs."""
     inner = open_jaxpr(closed)
-    raw = _open(
-        [],
-        [*inner.constvars, *inner.invars],
-        list(inner.outvars),
-        list(inner.eqns),
-        inner.effects,
-        inner.debug_info.with_unknown_names(),
-    )
+    names = inner.debug_info.with_unknown_names()
+    raw = _open([], [*inner.constvars, *inner.invars], inner.outvars, inner.eqns, names)
     return _closed(raw, [])
 
 
@@ -236,15 +249,12 @@ def program_of(eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:
         kept.reverse()
     computed = {v for eqn in kept for v in eqn.outvars}
     read = dict.fromkeys(v for eqn in kept for v in eqn.invars if is_var(v) and v not in computed)
-    effects = effects_of(read, kept)
-    names = _of_no_function()
-    return _closed(_open([], list(read), list(outvars), kept, effects, names), [])
+    return _closed(_open([], list(read), outvars, kept, _of_no_function()), [])
 
 
 def body_of(eqns: Sequence[Eqn], invars: Sequence[Var], outvars: Sequence[Atom]) -> Jaxpr:
     """An open program of equations that is given some variables and makes others."""
-    names = _of_no_function()
-    return _open([], list(invars), list(outvars), list(eqns), effects_of(invars, eqns), names)
+    return _open([], invars, outvars, eqns, _of_no_function())
 
 
 @functools.cache
