@@ -204,17 +204,10 @@ def test_other_cuts_are_tried_where_a_plan_is_dear(decisions, overhead, tried):
     assert rules.may_other_cuts_be_quicker(best, floor, seconds=10.0) == tried
 
 
-def test_where_nothing_fits_units_are_larger_or_checkpoints_nested():
-    def tried(trips, *, is_automatic=False, per_layer=True):
-        options = {"is_automatic": is_automatic, "per_layer": per_layer}
-        return list(rules.groupings_where_nothing_fits(trips, **options))
-
-    nested = Grouping(4, nested=True)
-    assert tried({"layer": 16, "head": 1}) == [nested]
-    assert tried({"layer": 16}, is_automatic=True) == [*rules.OTHER_CUTS, nested]
-    assert tried({"layer": 16}, per_layer=False) == []
-    assert tried({"layer": 7}) == []  # a prime has no divisor
-    assert tried({}) == []
+def test_where_nothing_fits_checkpoints_of_loops_are_nested():
+    assert rules.nested_grouping({"layer": 16, "head": 1}) == Grouping(4, nested=True)
+    assert rules.nested_grouping({"layer": 7}) is None  # a prime has no divisor
+    assert rules.nested_grouping({}) is None
 
 
 RESIDUALS = [

@@ -60,6 +60,7 @@ from jdelta._src._jax.equation import in_fresh_variables as in_fresh_variables
 from jdelta._src._jax.equation import in_scopes as in_scopes
 from jdelta._src._jax.equation import is_backward as is_backward
 from jdelta._src._jax.equation import is_backward_of_backward as is_backward_of_backward
+from jdelta._src._jax.equation import is_differentiated as is_differentiated
 from jdelta._src._jax.equation import manual_axes as manual_axes
 from jdelta._src._jax.equation import name_stack as name_stack
 from jdelta._src._jax.equation import part_equations as part_equations

@@ -40,6 +40,11 @@ def is_backward(eqn: Eqn) -> bool:
     return "transpose(" in name_stack(eqn)
 
 
+def is_differentiated(eqn: Eqn) -> bool:
+    """Whether the equation is part of what is differentiated, or of its derivative."""
+    return "jvp(" in name_stack(eqn)
+
+
 def is_backward_of_backward(eqn: Eqn) -> bool:
     """Whether differentiation in reverse of what it had made already made the equation."""
     return name_stack(eqn).count("transpose(") > 1

@@ -122,7 +122,10 @@ def _open(
 
 def is_high(eqn: Eqn) -> bool:
     """Whether JAX makes other equations of one before it lowers them (jax 0.12)."""
-    return bool(eqn.primitive.is_high(*(atom.aval for atom in eqn.invars), **eqn.params))
+    prim: Any = eqn.primitive
+    if "is_high" in vars(prim) or type(prim).is_high is not core.Primitive.is_high:
+        return bool(prim.is_high(*(atom.aval for atom in eqn.invars), **eqn.params))
+    return any(getattr(param, "is_high", False) is True for param in eqn.params.values())
 
 
 def jaxpr_of(fun: Callable[..., Any], *args: Any) -> Jaxpr:

@@ -301,11 +301,11 @@ class Plan(PlanRecord):
             )
 
     def _check_not_nested(self) -> None:
-        if self.grouping.nested:
+        if self.answer.nesting:
             raise PlanMismatchError(
-                f"The plan runs {self.grouping.layers} layers of a loop under one more checkpoint, "
-                "which a jax.checkpoint policy cannot do: it would take more memory than planned. "
-                "Use plan.jit or jdelta.jit, or plan with per_layer=False."
+                f"The plan {self.answer.nesting}, which a jax.checkpoint policy cannot do: it "
+                "would take more memory than planned. Use plan.jit or jdelta.jit, or plan with a "
+                "larger budget (for layers of a scan, with per_layer=False)."
             )
 
     def prevents_cse(self, region: str) -> bool:

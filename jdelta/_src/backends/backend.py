@@ -175,6 +175,8 @@ class Tolerances:
             step; else by as many bytes as that of other plans.
         programs_before_floor: How many programs must have taken what was predicted before the floor
             is believed without being compiled.
+        floor_far_above: Times the budget from which on the floor is believed to exceed it without
+            being compiled.
         undoes_recompute: Whether released versions undo recompute outside of loops, which an error
             says then.
     """
@@ -184,6 +186,7 @@ class Tolerances:
     judges_by_overlap: bool
     errs_in_parts: bool
     programs_before_floor: int
+    floor_far_above: float
     undoes_recompute: bool
 
 

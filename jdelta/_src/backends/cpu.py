@@ -87,6 +87,7 @@ CPU = Backend(
         # -4 and 22 %; on CUDA the two have nothing to do with each other.
         errs_in_parts=True,
         programs_before_floor=4,
+        floor_far_above=1.2,  # at most 4 % too high: the same six steps
         undoes_recompute=True,  # before jax 0.12
     ),
     spilling=Spilling(by_callback=False, tries_handlers=False),

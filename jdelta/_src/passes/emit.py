@@ -174,6 +174,11 @@ def _staged(step: Step, policy: Policy | None) -> _Staged:
         program = Program(written)
         traced = functools.partial(_retraced, step, program, recorded.results)
         return _Staged(program, recorded.names, recorded.results, traced)
+    if policy and policy.levels:
+        raise PlanMismatchError(
+            "What enters the plan's regions is computed again from earlier regions, and this "
+            "program cannot be written so. Plan it again."
+        )
     # The user's own program JAX traces once, however often it is asked for.
     planned = _traced(step.jitted(_under(step, policy) if policy else step.fun), step, policy)
     results = jax.tree.structure(planned.out_info)

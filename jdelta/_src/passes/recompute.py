@@ -5,6 +5,8 @@ region becomes one ``remat`` equation. That begins with the forward equations th
 policy drops, from what the policy keeps and from what enters the region; what it puts on the host
 is copied there where it is made, and back where it is read. It is the program that JAX makes when
 it differentiates the step under the policy, but nothing is traced or differentiated again for it.
+Where the policy drops what enters a region, its backward part begins with forward equations of
+earlier regions, too (``dropped_inputs.py``): no ``jax.checkpoint`` around a region says that.
 
 Regions of the program itself are written so, and those of a ``scan`` whose backward pass is another
 ``scan``; both may be in the body of a further one. A step with a region that is in it in another
@@ -19,6 +21,7 @@ from types import MappingProxyType
 
 from jdelta._src import _jax
 from jdelta._src._jax import Atom, Eqn, Jaxpr, Var
+from jdelta._src.passes.dropped_inputs import DroppedInputs
 from jdelta._src.passes.region_parts import NO_PARTS, Parts, backward_runs, parts_of
 from jdelta._src.program.hlo_names import RECOMPUTE, RegionMarks
 from jdelta._src.program.primitives import BITS
@@ -89,6 +92,7 @@ class _Passes:
         around: The equations of the program that the loop of the forward pass is in: what changes
             in no iteration is computed there.
         entering: From variables of the forward pass to those around that they are.
+        dropped: What enters its regions and is dropped; None where nothing is.
     """
 
     forward: Equations
@@ -99,6 +103,7 @@ class _Passes:
     handed_on: Callable[[Var, Var], Var]
     around: Equations | None = None
     entering: Mapping[Var, Var] = field(default_factory=dict[Var, Var])
+    dropped: DroppedInputs | None = None
 
     def leaves(self, value: Var, inside: Collection[int]) -> bool:
         """Whether a value of the backward pass is read by other than some of its equations."""
@@ -107,6 +112,31 @@ class _Passes:
     def forward_value(self, value: Var) -> Var:
         """The value of the forward pass that one of the backward pass is."""
         return self.same.get(value, value)
+
+    def origin(self, value: Var) -> _Origin | None:
+        """Where an earlier region makes a value; None where nothing is dropped, or none does."""
+        number = self.dropped.maker(value) if self.dropped else None
+        return None if number is None else _Origin(1, number, self.forward)
+
+    def made_earlier(self, value: Var, *, is_on_the_way: bool) -> tuple[_Origin | None, Var]:
+        """Where a value is computed again that a region does not make itself.
+
+        Args:
+            value: The value.
+            is_on_the_way: Whether what enters a region is computed from it.
+
+        Returns:
+            None where it need not be, and what is read for it then.
+
+        Raises:
+            _OtherwiseError: It is to be, and cannot be.
+        """
+        assert self.dropped
+        is_asked_for = is_on_the_way or self.dropped.enters(value)
+        source = self.dropped.available(value) if is_asked_for else value
+        if source is value and self.dropped.enters(value):  # nothing in this pass makes it
+            raise _OtherwiseError
+        return (self.origin(value), value) if source is None else (None, source)
 
     def forward_values(self, inside: Sequence[int], around: Sequence[int]) -> dict[Var, _Origin]:
         """From the values that a region makes in the forward pass to where it makes them."""
@@ -175,7 +205,8 @@ class _Writer:
         backward_eqns = (e for e in inner.eqns if is_backward or _jax.is_backward(e))
         cotangents = {v for eqn in backward_eqns for v in eqn.outvars}
         results = set(filter(_jax.is_var, inner.outvars))
-        passes = _Passes(eqns, eqns, results, cotangents, {}, _itself)
+        dropped = self._dropped(eqns, is_apart=False)
+        passes = _Passes(eqns, eqns, results, cotangents, {}, _itself, dropped=dropped)
         self._loops(loops, regions, regions, passes)
         self._regions(flat, regions, regions, passes)
         return _jax.rebuild(program, eqns.result(), eqns.now(inner.outvars))
@@ -193,6 +224,10 @@ class _Writer:
 
         return change
 
+    def _dropped(self, eqns: Equations, *, is_apart: bool) -> DroppedInputs | None:
+        levels, kept = dict(self.policy.levels), self.policy.kept
+        return DroppedInputs(eqns, levels, kept, is_apart=is_apart) if levels else None
+
     def _parts(self, eqns: Equations, *, is_backward: bool) -> dict[str, Parts]:
         return parts_of(eqns.eqns, self.marks, is_backward=is_backward)
 
@@ -206,11 +241,11 @@ class _Writer:
     ) -> None:
         """Write regions whose parts are equations of two passes, and maybe of those around."""
         runs = backward_runs(backward, passes.backward)
-        for name in names:
+        in_order = sorted((run[0], name, run) for name in names for run in runs[name])
+        for _, name, run in in_order:  # what one part holds is for those after it
             outside = around.get(name, NO_PARTS).forward
             values = passes.forward_values(forward.get(name, NO_PARTS).forward, outside)
-            for run in runs[name]:
-                self._region(name, values, run, passes)
+            self._region(name, values, run, passes)
 
     def _region(
         self, name: str, values: Mapping[Var, _Origin], indices: Sequence[int], passes: _Passes
@@ -224,30 +259,31 @@ class _Writer:
             passes: Both passes.
         """
         backward = [passes.backward[i] for i in indices]
-        forward = {origin.place: origin.eqn for origin in values.values()}.values()
-        parts = (*backward, *forward)
-        if any(eqn.effects or _jax.happens_once(eqn) for eqn in parts):
-            raise _OtherwiseError
-        if any(map(self._is_deep, forward)):
-            raise _OtherwiseError
         made_here = {v for eqn in backward for v in eqn.outvars}
         reads = (v for eqn in backward for v in _jax.variables(eqn))
         read = list(dict.fromkeys(v for v in reads if v not in made_here))
         own = {v: u for v in read if (u := passes.forward_value(v)) in values}
         recomputed, sources = self._slice(own.values(), values, passes)
+        forward = {origin.place: origin.eqn for origin in (*values.values(), *recomputed)}.values()
+        if any(eqn.effects or _jax.happens_once(eqn) for eqn in (*backward, *forward)):
+            raise _OtherwiseError
+        if any(map(self._is_deep, forward)):
+            raise _OtherwiseError
         self._round([values[v] for v in sources if v in values], forward)
 
         body = _Body()
         first: dict[Var, Var] = {}  # from values of the forward pass to the same computed again
-        for source in sources:
-            origin = values.get(source)
+        for value, source in sources.items():
+            origin = values.get(source) or passes.origin(source)
             if origin and origin.name in self.away:
                 host = passes.handed_on(self._on_host(source, origin), source)
                 fetch = _jax.copy_equation(body.operand(host), origin.eqn, to_host=False)
                 body.eqns.append(_jax.in_scopes(fetch, RECOMPUTE))
-                first[source] = fetch.outvars[0]
+                first[value] = fetch.outvars[0]
+            elif source in passes.cotangents:
+                first[value] = body.operand(source)
             else:
-                first[source] = body.operand(passes.handed_on(source, source))
+                first[value] = body.operand(passes.handed_on(source, source))
         for origin in recomputed:
             if origin.depth:
                 first |= {v: first[u] for v, u in passes.entering.items() if u in first}
@@ -255,15 +291,20 @@ class _Writer:
         second = {v: first[own[v]] if v in own else body.operand(v) for v in read}
         body.eqns.extend(_jax.in_fresh_variables(eqn, second) for eqn in backward)
         inside = frozenset(indices)
-        results = [v for eqn in backward for v in eqn.outvars if passes.leaves(v, inside)]
+        computed = [v for eqn in backward for v in eqn.outvars]
+        results = {v: second[v] for v in computed if passes.leaves(v, inside)}
+        if passes.dropped:
+            computed = [v for origin in recomputed for v in origin.eqn.outvars]
+            for value in passes.dropped.to_hold(computed, name):
+                result = passes.dropped.results[value] = _jax.new_var(value.aval)
+                passes.cotangents.add(result)
+                results[result] = first[value]
         operands = sorted(body.operands, key=lambda v: v in passes.cotangents)
-        operand_vars = [body.operands[v] for v in operands]
-        result_vars = [second[v] for v in results]
         call = _jax.remat_equation(
-            _jax.body_of(body.eqns, operand_vars, result_vars),
+            _jax.body_of(body.eqns, [body.operands[v] for v in operands], list(results.values())),
             self.policy,
             operands,
-            results,
+            list(results),
             backward[0],
             prevent_cse=self.policy.prevents_cse(name),
         )
@@ -272,25 +313,40 @@ class _Writer:
 
     def _slice(
         self, needed: Iterable[Var], values: Mapping[Var, _Origin], passes: _Passes
-    ) -> tuple[list[_Origin], list[Var]]:
-        """The forward equations that make values again, and what they start from."""
+    ) -> tuple[list[_Origin], dict[Var, Var]]:
+        """The forward equations that make values again, and what they start from.
+
+        Args:
+            needed: The values, each made by the region.
+            values: All that the region makes in the forward pass.
+            passes: Both passes.
+
+        Returns:
+            The equations, in order; and from each value that they start from, in order, to what is
+            read for it: itself, but where it enters a region and is kept or held there.
+        """
         recomputed: dict[tuple[int, int], _Origin] = {}
-        sources: set[Var] = set()
-        todo, seen = list(needed), set[Var]()
+        sources: dict[Var, Var] = {}
+        todo = [(value, False) for value in needed]
+        seen = set[Var]()
         while todo:
-            value = todo.pop()
+            value, is_earlier = todo.pop()
             if value in seen:
                 continue
             seen.add(value)
-            origin = values.get(value)
+            origin, source = values.get(value), value
+            if origin is None and passes.dropped:
+                origin, source = passes.made_earlier(value, is_on_the_way=is_earlier)
+                is_earlier = True
             if origin is None or origin.name in self.policy.kept:
-                sources.add(value)
+                sources[value] = source
             else:
                 recomputed[origin.place] = origin
-                todo += [passes.entering.get(v, v) for v in _jax.variables(origin.eqn)]
+                read = _jax.variables(origin.eqn)
+                todo += [(passes.entering.get(v, v), is_earlier) for v in read]
         places = {v: values[v].place if v in values else (-1, -1) for v in sources}
         in_order = [recomputed[place] for place in sorted(recomputed)]
-        return in_order, sorted(sources, key=places.__getitem__)
+        return in_order, {v: sources[v] for v in sorted(sources, key=places.__getitem__)}
 
     def _round(self, kept: Iterable[_Origin], forward: Iterable[Eqn]) -> None:
         """Round what is kept on the device and read in the forward pass, as JAX does.
@@ -398,6 +454,7 @@ class _Writer:
             handed_on,
             outer,
             entering,
+            self._dropped(body, is_apart=True),
         )
         parts = self._parts(inner.forward, is_backward=False)
         parts_back = self._parts(inner.backward, is_backward=True)

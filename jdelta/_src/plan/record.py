@@ -100,6 +100,16 @@ class Answer:
     grouping: Grouping
     updates_moved: int
 
+    @property
+    def nesting(self) -> str:
+        """What the plan does that no policy of single checkpoints can; empty where it can."""
+        if self.grouping.nested:
+            return f"runs {self.grouping.layers} layers of a loop under one more checkpoint"
+        if self.policy and self.policy.levels:
+            count = len(self.policy.levels)
+            return f"computes {count} of the values that enter regions again from earlier regions"
+        return ""
+
 
 @dataclass(frozen=True)
 class Figures:

@@ -31,6 +31,9 @@ SMALLER = 0.9
 LEAST_REGION = 1 / 1024
 """The smallest size that is tried, as a part of the whole program's."""
 
+SMALL = 1 / 256
+"""Part of what the largest region holds below which a run of equations is no region."""
+
 SCORES = 1 / 8
 """Of the bytes that cross in front of it: what a product makes that is part of the loss is less."""
 
@@ -63,6 +66,10 @@ class Cuts(enum.Enum):
     FEW = "few"
     """Fewer than have the least sum, and so larger regions."""
 
+    APART = "apart"
+    """Those with the least that a region holds with what enters it, where what enters the others
+    may be computed again, too (``solver/nested.py``)."""
+
 
 def cut_into_regions(
     eqns: Sequence[Eqn], trips: int = 1, *, is_whole: bool = True, best: Cuts = Cuts.AT_ONCE
@@ -90,16 +97,20 @@ def cut_into_regions(
     choices = list(_choices(kept, cumulative_bytes[places]))
     sizes = {"kept": kept, "cumulative_bytes": cumulative_bytes[places]}
     at_once = functools.partial(_held_at_once, **sizes)
+    apart = functools.partial(_held_apart, crossing[places], cumulative_bytes[places])
     in_turn = functools.partial(_held_in_turn, **sizes)
     if best is Cuts.FEW:
         choices = _least(choices, at_once, COARSE)
     elif not is_whole:
         choices = _least(choices, at_once)
+    elif best is Cuts.APART:
+        choices = _least(choices, apart)
     elif best is Cuts.IN_TURN:
         choices = _least(_least(choices, in_turn), at_once)
     else:
         choices = _least(_least(choices, at_once), in_turn)
-    return [range(places[a], places[b]) for a, b in itertools.pairwise(choices[0])]
+    regions = [range(places[a], places[b]) for a, b in itertools.pairwise(choices[0])]
+    return _joined(eqns, regions) if best is Cuts.APART else regions
 
 
 def loss_begins(eqns: Sequence[Eqn]) -> int:
@@ -302,6 +313,21 @@ def _least(
     return [cuts for cuts, needed in zip(choices, sizes, strict=True) if needed <= enough]
 
 
+def _joined(eqns: Sequence[Eqn], regions: Sequence[range]) -> list[range]:
+    """The regions, those that hold next to nothing by themselves joined to the one after them.
+
+    They would be none, and what their own backward pass reads would stay, whatever is dropped.
+    """
+    sizes = [sum(bytes_held(eqns[run.start : run.stop])) for run in regions]
+    joined: list[range] = []
+    for run, size in zip(reversed(regions), reversed(sizes), strict=True):
+        if joined and size <= SMALL * max(sizes):
+            joined[-1] = range(run.start, joined[-1].stop)
+        else:
+            joined.append(run)
+    return joined[::-1]
+
+
 def _held_at_once(cuts: Sequence[int], kept: _Sizes, cumulative_bytes: _Sizes) -> float:
     """Bytes of all that is kept at the cuts, and of the largest region."""
     regions = list(itertools.pairwise(cuts))
@@ -316,4 +342,12 @@ def _held_in_turn(cuts: Sequence[int], kept: _Sizes, cumulative_bytes: _Sizes) -
     return max(
         cumulative_bytes[b] - cumulative_bytes[a] + more
         for (a, b), more in zip(regions, before, strict=True)
+    )
+
+
+def _held_apart(crossing: _Sizes, cumulative_bytes: _Sizes, cuts: Sequence[int]) -> float:
+    """Bytes of the region that holds the most with what enters it."""
+    return max(
+        float(cumulative_bytes[b] - cumulative_bytes[a] + crossing[a])
+        for a, b in itertools.pairwise(cuts)
     )

@@ -23,6 +23,7 @@ from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
 from jdelta._src.program.scan import Scan
 from jdelta._src.regions.cut import (
+    SMALL,
     Cuts,
     bytes_held,
     cut_into_regions,
@@ -36,9 +37,6 @@ from jdelta._src.regions.region_names import UNNAMED, Named, named
 
 LOOP_SHARE = 0.2
 """Part of what a program holds from which on a loop's body is cut, and is no part of a region."""
-
-SMALL = 1 / 256
-"""Part of what the largest region holds below which a region is left alone."""
 
 
 @contextlib.contextmanager

@@ -39,6 +39,9 @@ class Policy:
             program is the one that ``jax.checkpoint`` by hand makes: see ``is_by_hand``.
         partly: Those regions of which some inexact argument is not differentiated.
         together: Those regions that run several times in an iteration of a loop.
+        levels: From the name of each value that enters a region and is dropped to its level. The
+            backward part of a region computes such a value again if that is not held, and holds,
+            of what it makes on the way, what has no larger level than all that is made after it.
     """
 
     saved: frozenset[str]
@@ -50,6 +53,7 @@ class Policy:
     partly: frozenset[str] = frozenset()
     spilled: frozenset[str] = frozenset()
     together: frozenset[str] = frozenset()
+    levels: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(
@@ -85,6 +89,10 @@ class Policy:
         )
         written = backend.passes.written_bits
         return replace(policy, writes_bits=written and not policy.is_by_hand)
+
+    def dropping(self, levels: Mapping[str, int]) -> Policy:
+        """The policy that drops some of what enters regions, too; see ``levels``."""
+        return replace(self, levels=tuple(sorted(levels.items())))
 
     def __call__(self, prim: Any, /, *avals: Any, **params: Any) -> Any:
         """What to do with the results of an equation: the protocol of ``jax.checkpoint``.

@@ -66,13 +66,18 @@ def export(plan: PlanRecord, form: str) -> str:
     Raises:
         ArgumentError: No such form.
         PlanMismatchError: The plan decides differently about values of one name, keeps nothing
-            that has a name, spills, or has names that the form does not know.
+            that has a name, spills, nests checkpoints, or has names that the form does not know.
     """
     if form not in FORMS:
         raise ArgumentError(f"form must be one of {sorted(FORMS)}; got {form!r}")
     if plan.figures.spill_bytes:
         raise PlanMismatchError(
             "The plan spills to files, which no policy of others can: plan without spill=."
+        )
+    if plan.answer.nesting:
+        raise PlanMismatchError(
+            f"The plan {plan.answer.nesting}, which no policy of others can: plan with a larger "
+            "budget."
         )
     names = _names(plan)
     if not names.decisions and names.unnamed:

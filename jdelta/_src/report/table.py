@@ -72,7 +72,8 @@ class Row:
         """The reason for the decision, in a few words."""
         seconds = format_seconds(self.seconds)
         if self.sample.region_input:
-            return "enters a region"
+            is_dropped = self.decision is Decision.RECOMPUTE
+            return "from earlier regions" if is_dropped else "enters a region"
         if self.decision is not Decision.RECOMPUTE:
             return f"saves {seconds}"
         if not self.sample.needed:

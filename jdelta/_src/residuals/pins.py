@@ -118,7 +118,8 @@ def _pinnable(
     if not fit and residuals:
         raise PlanMismatchError(
             f"pin: {pattern!r} fits only what enters a region, which jax.checkpoint keeps: "
-            "save or move it, or mark a larger region with jdelta.remat"
+            "save or move it, or mark a larger region with jdelta.remat (where all else does not "
+            "fit, a plan drops it by itself)"
         )
     return fit
 

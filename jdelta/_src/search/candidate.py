@@ -38,6 +38,12 @@ class Candidate:
     predicted: int
     outcome: Outcome | None = None
 
+    @property
+    def levels(self) -> tuple[tuple[str, int], ...]:
+        """What enters regions and is dropped; see ``Policy.levels``."""
+        policy = self.emission.policy
+        return policy.levels if policy else ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledCandidate(Candidate):

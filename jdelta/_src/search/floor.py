@@ -21,10 +21,17 @@ MUCH_LESS = 0.9
 """Part of the floor that it may be predicted to take with what enters regions on the host, and is
 compiled to say the floor."""
 
+MOST_GOALS = 3
+"""Plans that drop what enters regions and are compiled for one budget."""
+
+GOAL_STEP = 0.01
+"""Part of the budget by which the next of them is to need less than one that does not fit."""
+
 
 def fitting_floor(proposals: Proposals, attempts: Attempts, bound: int) -> CompiledCandidate:
-    """The plan with the least peak; if need be what enters the regions is on the host too.
+    """Everything recomputed, or a plan that also drops what enters regions as far as need be.
 
+    What enters them is computed again, too, or is on the host, whichever promises to be quicker.
     Before that, XLA is left to itself as by hand (`Policy.is_by_hand`). And next to nothing is
     kept: indices of rows take less than what they are computed from. If files are at hand, as much
     leaves as is quicker than recompute: what a CPU recomputes for a region may take more memory
@@ -33,6 +40,11 @@ def fitting_floor(proposals: Proposals, attempts: Attempts, bound: int) -> Compi
     Raises:
         BudgetError: It does not fit.
     """
+    far_above = proposals.step.target.backend.tolerances.floor_far_above * bound
+    if proposals.expected(proposals.floor()) > far_above and not _moves_first(proposals, bound):
+        dropping = _dropping_inputs(proposals, attempts, bound)
+        if dropping and dropping.peak <= bound:
+            return dropping
     floor = attempts.compile(proposals.floor())
     if floor.peak > bound:
         floor = _less_by_hand(proposals, attempts, floor)
@@ -41,8 +53,8 @@ def fitting_floor(proposals: Proposals, attempts: Attempts, bound: int) -> Compi
         promises = proposals.step.store or little.predicted < floor.peak
         tried = attempts.tried(little) if promises else None
         floor = tried if tried and tried.peak < floor.peak else floor
-    if floor.peak > bound and proposals.items.deep:
-        floor = _deep(proposals, attempts, floor)
+    if floor.peak > bound:
+        floor = _without_inputs(proposals, attempts, floor, bound)
     if floor.peak > bound:
         least = min(filter(None, (floor.peak, attempts.compiles.least)))
         residuals, backend = proposals.items.residuals, proposals.step.target.backend
@@ -88,11 +100,54 @@ def _less_by_hand(
     return min(floor, attempts.compile(candidate), key=lambda c: c.peak)
 
 
+def _without_inputs(
+    proposals: Proposals, attempts: Attempts, floor: CompiledCandidate, bound: int
+) -> CompiledCandidate:
+    """The first plan that fits with what enters regions dropped, or moved; else the least peak."""
+    moves_first = _moves_first(proposals, bound)
+    if moves_first:
+        floor = _deep(proposals, attempts, floor)
+    if floor.peak > bound:
+        dropping = _dropping_inputs(proposals, attempts, bound)
+        floor = min(filter(None, (floor, dropping)), key=lambda c: c.peak)
+    if floor.peak > bound:
+        candidate = proposals.dropping_most_inputs()
+        if candidate and proposals.expected(candidate) < floor.peak:
+            floor = min(floor, attempts.compile(candidate), key=lambda c: c.peak)
+    if floor.peak > bound and not moves_first:
+        floor = _deep(proposals, attempts, floor)
+    return floor
+
+
+def _moves_first(proposals: Proposals, bound: int) -> bool:
+    """Whether what enters regions is quicker on the host than computed again."""
+    dropping = proposals.dropping_inputs(bound)
+    return dropping is not None and proposals.moving_seconds(bound) < dropping.overhead
+
+
+def _dropping_inputs(
+    proposals: Proposals, attempts: Attempts, bound: int
+) -> CompiledCandidate | None:
+    """The quickest plan that computes again what enters regions and fits; else the last one."""
+    compiled, goal = None, bound
+    for _ in range(MOST_GOALS):
+        candidate = proposals.dropping_inputs(goal)
+        if candidate is None:
+            break
+        compiled = attempts.compile(candidate)
+        if compiled.peak <= bound:
+            break
+        goal -= round(GOAL_STEP * bound)
+    return compiled
+
+
 def _deep(proposals: Proposals, attempts: Attempts, floor: CompiledCandidate) -> CompiledCandidate:
     """The least peak with what enters the regions on the host too, nothing spent on overlap.
 
     Larger plans, in which transfers are timed again, may put it there as well.
     """
+    if proposals.items.deep is None:
+        return floor
     items, proposals.items = proposals.items, proposals.items.with_region_inputs()
     with contextlib.suppress(OffloadError, SpillError):
         deep = attempts.compile(proposals.floor(least=True))

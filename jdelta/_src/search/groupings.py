@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jdelta._src.residuals.residual import Residual
 from jdelta._src.residuals.unpinnable import why_unpinnable
 from jdelta._src.search.candidate import CompiledCandidate, Found
 from jdelta._src.search.history import History
-from jdelta._src.search.rules import OTHER_CUTS, groupings_where_nothing_fits
+from jdelta._src.search.rules import OTHER_CUTS, nested_grouping
 from jdelta._src.search.search import EARLY, MOST_COMPILES, Search
 from jdelta._src.sizes import Budget
 from jdelta._src.solver import Solver
@@ -48,7 +48,7 @@ class Planning:
         files: Tells for its residuals the link to files, if there is one.
         pin: Decisions taken by hand, or a hand-written policy.
         solver: What decides.
-        per_layer: Whether layers of a loop may be decided differently.
+        per_layer: Whether layers of a loop may be decided differently, and recompute be nested.
         history: What searches with other budgets have learnt.
     """
 
@@ -60,6 +60,7 @@ class Planning:
     solver: Solver
     per_layer: bool
     history: History
+    _cut: dict[str, list[Search]] = field(default_factory=dict[str, list[Search]])
 
     def result(self, budget: Budget) -> tuple[Search, Found]:
         """Search until the budget is used, or no way of running the loops promises more.
@@ -79,6 +80,8 @@ class Planning:
     def _searched(self, search: Search, bound: int) -> tuple[Search, Found]:
         if self.pin:
             return search, self._pinned(search, bound)
+        if search.is_floor_above(bound) and not search.trace.trips:
+            return self._of_all_cuts([search, *self._others(search)], bound)
         has_layers = bool(search.trace.trips) and self.per_layer
         may_be_apart = has_layers and bool(search.step.target.backend.loops.layers)
         try:
@@ -114,7 +117,8 @@ class Planning:
         files = self.files(residuals)
         pins = self._pins(trace, residuals)
         items = items_of(residuals, step.target, self.host_room, pins, files)
-        return Search(step, items, trace, self.solver, self.history, before, alike)
+        asked = step, items, trace, self.solver, self.history
+        return Search(*asked, before, alike, may_nest=self.per_layer)
 
     def _pins(self, trace: Trace, residuals: Sequence[Residual]) -> Pins:
         if callable(self.pin):
@@ -123,33 +127,56 @@ class Planning:
         unpinnable = functools.partial(why_unpinnable, trace, names)
         return Pins(self.pin, users_names(trace, residuals), unpinnable)
 
+    def _others(self, first: Search) -> list[Search]:
+        """The searches for a step of which nothing is marked with other cuts, each program once."""
+        if not first.trace.automatic:
+            return []
+        if first.trace.fingerprint not in self._cut:
+            searches = {first.trace.fingerprint: first}
+            for grouping in OTHER_CUTS:
+                with contextlib.suppress(JdeltaError, jax.errors.JaxRuntimeError):
+                    search = self._search(grouping, first)
+                    searches.setdefault(search.trace.fingerprint, search)
+            self._cut[first.trace.fingerprint] = list(searches.values())[1:]
+        return self._cut[first.trace.fingerprint]
+
+    def _of_all_cuts(self, searches: Sequence[Search], bound: int) -> tuple[Search, Found]:
+        """The plan with the cuts that promise the quickest, else with the next ones."""
+        error: BudgetError | None = None
+        for search in sorted(searches, key=lambda search: search.promised_seconds(bound)):
+            if error is not None and not search.promises(error.floor or 0):
+                continue
+            try:
+                return search, search.run(bound)
+            except BudgetError as other:
+                error = _lower(error, other)
+        assert error is not None
+        raise error from None
+
     def _otherwise(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:
         """Other regions, or nested checkpoints, as everything else needs more than the budget."""
-        trace = first.trace
-        others = groupings_where_nothing_fits(
-            trace.trips, is_automatic=trace.automatic, per_layer=self.per_layer
-        )
-        for grouping in others:
-            try:
+        for search in self._others(first):
+            if search.promises(error.floor or 0):
+                try:
+                    return search, search.run(bound)
+                except BudgetError as other:
+                    error = _lower(error, other)
+        grouping = nested_grouping(first.trace.trips) if self.per_layer else None
+        if grouping is not None:
+            with contextlib.suppress(TraceError):
                 search = self._search(grouping, first)
-                if grouping in OTHER_CUTS and not _differs(search, first, error.floor or 0):
-                    continue
-                return search, search.run(bound)
-            except TraceError:
-                continue
-            except BudgetError as other:
-                error = min(error, other, key=lambda e: e.floor or math.inf)
+                try:
+                    return search, search.run(bound)
+                except BudgetError as other:
+                    error = _lower(error, other)
         raise error from None
 
     def _cut_otherwise(self, first: Search, alike: Found) -> tuple[Search, Found]:
         """The first quicker plan with other cuts, else the one that there is."""
         most = alike.compiles + OTHERWISE
-        for grouping in OTHER_CUTS:
+        for search in self._others(first):
             with contextlib.suppress(JdeltaError, jax.errors.JaxRuntimeError):
-                search = self._search(grouping, first)
-                if not _differs(search, first, alike.budget):
-                    continue
-                outcome = search.run(alike.budget, most)
+                outcome = search.run(alike.budget, most) if search.promises(alike.budget) else alike
                 if outcome.best.overhead < alike.best.overhead:
                     return search, outcome
         return first, alike
@@ -173,6 +200,7 @@ class Planning:
         return search, search.run(bound)
 
 
-def _differs(search: Search, first: Search, peak: int) -> bool:
-    """Whether a step is cut otherwise, and may need no more than a peak then, bytes."""
-    return search.trace.fingerprint != first.trace.fingerprint and search.promises(peak)
+def _lower(error: BudgetError | None, other: BudgetError) -> BudgetError:
+    """That of two errors which says that less memory would do."""
+    errors = [e for e in (error, other) if e is not None]
+    return min(errors, key=lambda e: e.floor or math.inf)

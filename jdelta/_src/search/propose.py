@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jdelta._src.decision import Decision
-from jdelta._src.errors import OffloadError, SpillError
+from jdelta._src.errors import OffloadError, PlanMismatchError, SpillError
 from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.passes.emit import Emission, Step, emit
 from jdelta._src.regions.policy import Policy
@@ -16,6 +17,7 @@ from jdelta._src.residuals.items import Items
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.search.bracket import Ends, Proposal, between_larger, quickest
 from jdelta._src.search.candidate import Candidate, CompiledCandidate
+from jdelta._src.search.chain import Chain, chain_of
 from jdelta._src.search.history import Correction
 from jdelta._src.search.rules import saved_bytes
 from jdelta._src.solver.base import Solver
@@ -33,6 +35,9 @@ NEXT_TO_NO_SECONDS = 0.002
 
 NEXT_TO_NOTHING = 0.02
 """Part of the budget that may be kept where as much as possible is to leave."""
+
+MOST_FORWARD = 3
+"""Forward passes that a plan of the least peak may take more, beside one for each region."""
 
 ROW_PASSES = 6
 """Times that what layers have rows of passes through memory more if an iteration runs several: 5.4
@@ -54,19 +59,38 @@ class Proposals:
     """
 
     def __init__(
-        self, step: Step, items: Items, trace: Trace, solver: Solver, correction: Correction
+        self,
+        step: Step,
+        items: Items,
+        trace: Trace,
+        solver: Solver,
+        correction: Correction,
+        *,
+        may_nest: bool,
     ):
+        """Begin to propose.
+
+        Args:
+            step: The step.
+            items: What is to be decided.
+            trace: The step as it was staged.
+            solver: What decides.
+            correction: How far simulated peaks are off.
+            may_nest: Whether what enters regions may be computed again, too.
+        """
         self.step = step
         self.items = items
         self.trace = trace
         self.solver = solver
         self.correction = correction
+        self._may_nest = may_nest
         self.splitting_seconds = ROW_PASSES * trace.row_bytes / step.target.rates.bandwidth
         self.extra_seconds = self.splitting_seconds if step.grouping.layers > 1 else 0.0
         if step.grouping.nested:
             self.extra_seconds += items.recompute_seconds(_nothing_kept(items))
         self._emitted: dict[Policy | None, Emission] = {}
         self._seconds: dict[Policy | None, float] = {}
+        self._dropped: dict[tuple[tuple[str, int], ...], float] = {}
         self._known: dict[Policy | None, Proposal] = {}
         self._known_for: Items | None = None
         self._least = 0.0
@@ -97,6 +121,98 @@ class Proposals:
         candidate = self._priced(decisions, Outcome.HEURISTIC, by_hand)
         more = max(0.0, self.seconds(candidate) - self.seconds(floor))
         return replace(candidate, overhead=floor.overhead + more)
+
+    def dropping_inputs(self, goal: int) -> Candidate | None:
+        """Everything recomputed, and as much of what enters regions as a peak in bytes asks for.
+
+        Returns:
+            The quickest that is predicted to need no more; None if none is.
+        """
+        chain = self._chain
+        if chain is None:
+            return None
+        room = float(goal - self._beside_temporaries)
+        for _ in range(MOST_TRACES):
+            levels = chain.levels(room)
+            candidate = None if levels is None else self._dropping(levels)
+            if candidate is None or candidate.predicted <= goal:
+                return candidate
+            room = chain.less(room, candidate.predicted - goal)
+        return None
+
+    def dropping_most_inputs(self) -> Candidate | None:
+        """The least peak with what enters regions dropped at a price that anyone would pay."""
+        chain = self._chain
+        if chain is None:
+            return None
+        levels = chain.levels(self._least_room(chain))
+        return None if levels is None else self._dropping(levels)
+
+    def least_predicted(self) -> int:
+        """About the least peak that is predicted of a plan with nothing on the host, bytes."""
+        floor, chain = self.floor().predicted, self._chain
+        return min(
+            floor, round(self._least_room(chain) + self._beside_temporaries) if chain else floor
+        )
+
+    def promised_seconds(self, goal: int) -> float:
+        """About the seconds that a plan within a peak in bytes adds; infinity if there is none."""
+        room = goal - self.floor().predicted
+        if room >= 0:
+            problem = replace(self.items.problem, capacity=float(room))
+            return self.solved_seconds(problem) + self.extra_seconds
+        dropping = self.dropping_inputs(goal)
+        return min(dropping.overhead if dropping else math.inf, self.moving_seconds(goal))
+
+    def moving_seconds(self, goal: int) -> float:
+        """About the same where what enters regions may leave the device."""
+        deep = self.items.deep
+        if deep is None:
+            return math.inf
+        moved = sum(item.bytes for item in deep.items if item.name in self.items.leaving)
+        room = goal - (self.floor().predicted - moved)
+        return self.solved_seconds(replace(deep, capacity=room)) if room >= 0 else math.inf
+
+    @staticmethod
+    def _least_room(chain: Chain) -> float:
+        return chain.solved.least(MOST_FORWARD * chain.solved.forward)
+
+    @property
+    def _beside_temporaries(self) -> int:
+        """Bytes that a program is expected to need beside its simulated temporaries."""
+        floor = self.floor()
+        return self.expected(floor) - floor.emission.timeline.peak
+
+    def _dropping(self, levels: Mapping[str, int]) -> Candidate | None:
+        """The floor without some of what enters regions; None where that cannot be written."""
+        decisions = _nothing_kept(self.items)
+        dropped = (r.name for r in self.items.residuals if (r.entering or r.name) in levels)
+        decisions |= dict.fromkeys(dropped, Decision.RECOMPUTE)
+        policy = self._policy(decisions).dropping(levels)
+        try:
+            return self._priced(decisions, Outcome.HEURISTIC, policy)
+        except PlanMismatchError:
+            return None
+
+    def _dropping_seconds(self, levels: tuple[tuple[str, int], ...]) -> float:
+        """What it adds to the floor to drop what enters regions, of which no problem knows."""
+        if levels and levels not in self._dropped:
+            self._dropped[levels] = 0.0
+            candidate = self._dropping(dict(levels))
+            assert candidate is not None
+            more = self.seconds(candidate) - self.seconds(self.floor())
+            self._dropped[levels] = max(0.0, more)
+        return self._dropped.get(levels, 0.0)
+
+    @functools.cached_property
+    def _chain(self) -> Chain | None:
+        """The regions as a chain; None where what enters them cannot be dropped."""
+        step, items = self.step, self.items
+        if step.recorded is None or not self._may_nest:
+            return None
+        pinned = (r for r in items.residuals if r.name in items.pinned)
+        stay = {r.entering or r.name for r in pinned}
+        return chain_of(self.floor().emission.timeline, stay, step.target)
 
     def keeping(self, capacity: float) -> Candidate:
         """The solver's candidate that keeps so many bytes at most.
@@ -173,7 +289,8 @@ class Proposals:
         decisions = best.decisions or {}
         for r in by_worth(self.items, decisions)[:MOST_TRACES]:
             more = {**decisions, r.name: Decision.SAVE}
-            candidate = self._priced(more, Outcome.HEURISTIC, self._policy(more))
+            policy = self._policy(more).dropping(dict(best.levels))
+            candidate = self._priced(more, Outcome.HEURISTIC, policy)
             if candidate.overhead < best.overhead:
                 return candidate
         return None
@@ -232,6 +349,7 @@ class Proposals:
     ) -> Candidate:
         emission = self._emit(policy)
         overhead = self.items.overhead(decisions) + self.extra_seconds
+        overhead += self._dropping_seconds(policy.levels)
         predicted = self.correction.predicted(emission)
         return Candidate(decisions, overhead, emission, predicted, outcome)
 

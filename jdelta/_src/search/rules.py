@@ -6,7 +6,7 @@ Each is a function of records. None traces or compiles anything: `propose.py` an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jdelta._src.decision import Decision
@@ -39,7 +39,7 @@ SURELY_BELOW = 0.97
 DEAR = 0.05
 """Part of the plain step's seconds from which on a plan adds so much that other cuts are tried."""
 
-OTHER_CUTS = (Grouping(1, cuts=Cuts.IN_TURN), Grouping(1, cuts=Cuts.FEW))
+OTHER_CUTS = tuple(Grouping(1, cuts=cuts) for cuts in (Cuts.IN_TURN, Cuts.FEW, Cuts.APART))
 """The other ways to cut a step, in the order in which they are tried."""
 
 WORTH_COMPILING = 0.02
@@ -238,21 +238,14 @@ def worthwhile_grouping(
     return next(grouping for grouping, s in seconds.items() if s <= enough)
 
 
-def groupings_where_nothing_fits(
-    trips: Mapping[str, int], *, is_automatic: bool, per_layer: bool
-) -> Iterator[Grouping]:
-    """Other regions, or nested checkpoints: what to try where everything else exceeds the budget.
+def nested_grouping(trips: Mapping[str, int]) -> Grouping | None:
+    """Layers of a loop under nested checkpoints: what to try where everything else is too much.
 
     Args:
         trips: From regions to the layers of the loop that they are in, such as ``{"layer": 12}``.
-        is_automatic: Whether the regions were found in the program.
-        per_layer: Whether loops may be run in another way.
     """
-    if is_automatic:
-        yield from OTHER_CUTS
     layers = _near_root(max(trips.values(), default=1))
-    if layers > 1 and per_layer:
-        yield Grouping(layers, nested=True)
+    return Grouping(layers, nested=True) if layers > 1 else None
 
 
 def may_other_cuts_be_quicker(best: Candidate, floor: Candidate, seconds: float) -> bool:

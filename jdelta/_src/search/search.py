@@ -43,6 +43,8 @@ class Search:
         history: History,
         before: Search | None = None,
         alike: CompiledCandidate | None = None,
+        *,
+        may_nest: bool = True,
     ):
         """Begin a search.
 
@@ -55,6 +57,8 @@ class Search:
             before: The search for the same step as it is cut first, its loops as they are.
             alike: The plan that was found there, where only the loops are run otherwise: this
                 search may then end without one.
+            may_nest: Whether what enters regions may be computed again, too, which no policy of a
+                single ``jax.checkpoint`` says.
         """
         self.step = step
         self.trace = trace
@@ -66,7 +70,7 @@ class Search:
         if before and before.step.grouping.cuts is step.grouping.cuts:
             correction = before.proposals.correction.copy()
         compiles = before.attempts.compiles if before else Compiles(history.plans(key))
-        self.proposals = Proposals(step, items, trace, solver, correction)
+        self.proposals = Proposals(step, items, trace, solver, correction, may_nest=may_nest)
         self.attempts = Attempts(self.proposals, compiles, alike)
         self._plain: Candidate = before._plain if before else self.proposals.plain()
         self._may_fail = alike is not None
@@ -122,7 +126,15 @@ class Search:
 
     def promises(self, peak: int) -> bool:
         """Whether the floor may be below a peak, by its prediction."""
-        return rules.may_be_below(self.proposals.floor().predicted, peak)
+        return rules.may_be_below(self.proposals.least_predicted(), peak)
+
+    def promised_seconds(self, bound: int) -> float:
+        """About what a plan within a budget adds to the step; infinity if there is none."""
+        return self.proposals.promised_seconds(bound)
+
+    def is_floor_above(self, bound: int) -> bool:
+        """Whether everything recomputed exceeds a budget by its prediction."""
+        return self.proposals.floor().predicted > bound
 
     def run(self, bound: int, most: int = MOST_COMPILES) -> Found:
         """Find a plan within the budget.
@@ -190,6 +202,8 @@ class Search:
         if rules.is_floor_in_doubt(floor.predicted, bound) and not self._may_fail:
             count = compiles.count
             floor = fitting_floor(proposals, attempts, bound)
+            if floor.levels:  # as quick as may be, where nothing else fits
+                return floor, floor
             trials = trials.with_floor(floor)
             if compiles.count > count:  # so that one more plan is tried
                 most = max(most, compiles.count + 1)
