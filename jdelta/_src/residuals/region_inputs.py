@@ -1,8 +1,9 @@
 """Boundaries: values that the step computes and hands to a region.
 
 ``jax.checkpoint`` keeps of a region's inputs what its backward pass reads, or computes again from
-them. A region input cannot be recomputed, but it can be offloaded: under a budget below what
-recompute alone reaches. Weights, constants and slices of a loop's inputs are none.
+them. To the solver a region input is there: it can be offloaded under a budget below what recompute
+alone reaches, or be computed again from earlier regions (``search/chain.py``). Weights, constants
+and slices of a loop's inputs are none.
 """
 
 from __future__ import annotations
