@@ -175,6 +175,38 @@ def test_cuts_by_what_is_held_in_turn():
     assert inner[0] == inner[1]
 
 
+def held_apart(program, cuts):
+    """Bytes of the largest unit and what enters it."""
+    eqns = _jax.open_jaxpr(program).eqns
+    entering = [kept(eqns, [0, c.start]) if c.start else 0 for c in cuts]
+    sizes = [sum(bytes_held(eqns[c.start : c.stop])) for c in cuts]
+    return max(map(sum, zip(entering, sizes, strict=True)))
+
+
+def test_cuts_by_what_a_region_holds_apart_from_others():
+    program = _jax.inline(jax.make_jaxpr(dense)(*dense_arguments()))
+    eqns = _jax.open_jaxpr(program).eqns
+    least = held_apart(program, cut_into_regions(eqns, best=Cuts.APART))
+    others = (cut_into_regions(eqns, best=best) for best in (Cuts.AT_ONCE, Cuts.FEW))
+    assert all(least < held_apart(program, cuts) for cuts in others)
+
+
+def test_a_run_that_holds_nothing_by_itself_is_part_of_the_region_after_it():
+    """What its own backward pass reads would stay, whatever is dropped."""
+
+    def run(x, ws):
+        for w in ws:
+            x = jax.nn.relu(x @ w + x)
+        return x
+
+    program = _jax.inline(jax.make_jaxpr(run)(jnp.zeros((64, 8)), [jnp.zeros((8, 8))] * 4))
+    eqns = _jax.open_jaxpr(program).eqns
+    regions = cut_into_regions(eqns, best=Cuts.APART)
+    assert len(regions) > 2
+    assert [r.stop for r in regions[:-1]] == [r.start for r in regions[1:]]
+    assert all(sum(bytes_held(eqns[r.start : r.stop])) for r in regions)
+
+
 def test_results_are_the_same_with_all_cuts():
     def step(x, ws):
         return jax.value_and_grad(lambda ws: jnp.mean(dense(x, ws) ** 2))(ws)

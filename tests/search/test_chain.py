@@ -10,6 +10,7 @@ import pytest
 
 import jdelta
 from jdelta import Decision
+from jdelta._src.regions.cut import Cuts
 from tests.compilers import needs_cuda
 from tests.stand_in import lowering_to_itself, saying_what_is_predicted
 
@@ -88,6 +89,26 @@ def test_each_value_costs_a_forward_pass_of_a_layer():
     one = plans[0].overhead / LAYERS
     added = [after.overhead - before.overhead for before, after in itertools.pairwise(plans)]
     assert added == pytest.approx([one] * 3, rel=0.1)
+
+
+@pytest.mark.usefixtures("by_stand_in")
+def test_a_floor_far_above_the_budget_is_not_compiled():
+    floor = floor_of(per_layer=False)
+    assert plans_of(int(0.95 * floor), *shapes()).compiles == 2
+    assert plans_of(int(0.7 * floor), *shapes()).compiles == 1
+
+
+@pytest.mark.usefixtures("by_stand_in")
+def test_an_unmarked_step_is_cut_small_where_the_floor_does_not_fit():
+    unmarked = functools.partial(
+        jdelta.plan, step_of(layer.__wrapped__), target="cpu", host_budget=0
+    )
+    with pytest.raises(jdelta.BudgetError) as error:
+        unmarked(1024, *shapes())
+    plan = unmarked(error.value.floor, *shapes())
+    assert plan.grouping.cuts is Cuts.APART
+    assert plan.policy.levels
+    assert error.value.floor <= floor_of()  # of whole layers
 
 
 @pytest.mark.usefixtures("by_stand_in")

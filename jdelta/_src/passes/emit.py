@@ -93,6 +93,8 @@ class Emission:
         names: All names in the program, those of values that nothing reads included: what a loop
             computes alike in each iteration JAX computes once before it, and keeps what is made
             of it, whatever the policy says.
+        is_written: Whether the policy was written into the recorded program; else JAX
+            differentiated the step under it.
     """
 
     policy: Policy | None
@@ -104,6 +106,7 @@ class Emission:
     pool: int = 0
     computed: Computed = NOTHING
     names: frozenset[str] = frozenset()
+    is_written: bool = False
 
 
 def emit(step: Step, policy: Policy | None) -> Emission:
@@ -147,6 +150,7 @@ def emit(step: Step, policy: Policy | None) -> Emission:
         pool,
         computed,
         staged.names,
+        staged.is_written,
     )
 
 
@@ -158,12 +162,14 @@ class _Staged(NamedTuple):
         names: All names in it, those of values that nothing reads included.
         results: The tree of its results.
         traced: What lowers it.
+        is_written: Whether the policy was written into the recorded program.
     """
 
     program: Program
     names: frozenset[str]
     results: Any
     traced: Callable[[], jax.stages.Traced]
+    is_written: bool = False
 
 
 def _staged(step: Step, policy: Policy | None) -> _Staged:
@@ -173,7 +179,7 @@ def _staged(step: Step, policy: Policy | None) -> _Staged:
     if recorded and written:
         program = Program(written)
         traced = functools.partial(_retraced, step, program, recorded.results)
-        return _Staged(program, recorded.names, recorded.results, traced)
+        return _Staged(program, recorded.names, recorded.results, traced, is_written=True)
     if policy and policy.levels:
         raise PlanMismatchError(
             "What enters the plan's regions is computed again from earlier regions, and this "

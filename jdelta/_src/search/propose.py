@@ -151,18 +151,18 @@ class Proposals:
     def least_predicted(self) -> int:
         """About the least peak that is predicted of a plan with nothing on the host, bytes."""
         floor, chain = self.floor().predicted, self._chain
-        return min(
-            floor, round(self._least_room(chain) + self._beside_temporaries) if chain else floor
-        )
+        if chain is None:
+            return floor
+        return min(floor, round(self._least_room(chain)) + self._beside_temporaries)
 
     def promised_seconds(self, goal: int) -> float:
         """About the seconds that a plan within a peak in bytes adds; infinity if there is none."""
-        room = goal - self.floor().predicted
-        if room >= 0:
-            problem = replace(self.items.problem, capacity=float(room))
+        floor, chain = self.floor(), self._chain
+        if floor.predicted <= goal:
+            problem = replace(self.items.problem, capacity=float(goal - floor.predicted))
             return self.solved_seconds(problem) + self.extra_seconds
-        dropping = self.dropping_inputs(goal)
-        return min(dropping.overhead if dropping else math.inf, self.moving_seconds(goal))
+        more = chain.solved.seconds(goal - self._beside_temporaries) if chain else math.inf
+        return min(floor.overhead + more, self.moving_seconds(goal))
 
     def moving_seconds(self, goal: int) -> float:
         """About the same where what enters regions may leave the device."""
@@ -207,12 +207,12 @@ class Proposals:
     @functools.cached_property
     def _chain(self) -> Chain | None:
         """The regions as a chain; None where what enters them cannot be dropped."""
-        step, items = self.step, self.items
-        if step.recorded is None or not self._may_nest:
+        items, emission = self.items, self.floor().emission
+        if not emission.is_written or not self._may_nest:
             return None
         pinned = (r for r in items.residuals if r.name in items.pinned)
         stay = {r.entering or r.name for r in pinned}
-        return chain_of(self.floor().emission.timeline, stay, step.target)
+        return chain_of(emission.timeline, stay, self.step.target)
 
     def keeping(self, capacity: float) -> Candidate:
         """The solver's candidate that keeps so many bytes at most.

@@ -171,7 +171,7 @@ class Search:
         that each took what was predicted: simulated floors were up to 28 % too low, and on TPUs,
         where a small step stays in on-chip memory, below zero once corrected by larger plans.
         """
-        if outcome.best.decisions is None:
+        if outcome.best.decisions is None or outcome.best.levels:  # below what would be the floor
             return outcome
         compiles, proposals = self.attempts.compiles, self.proposals
         enough = self.step.target.backend.tolerances.programs_before_floor
