@@ -125,6 +125,8 @@ def test_what_is_pinned_is_not_dropped():
 def test_a_plan_that_drops_inputs_says_so_and_is_no_policy(tmp_path):
     plan = plans_of(floor_of(), *shapes())
     assert "from earlier regions" in str(plan)
+    (explained,) = plan.explain(dropped(plan)[0])
+    assert "recompute: by earlier regions" in str(explained)
     path = tmp_path / "plan.json"
     plan.save(path)
     assert jdelta.load(path).policy == plan.policy

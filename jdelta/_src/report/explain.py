@@ -50,6 +50,8 @@ class Explanation:
             that the plan keeps now; None where no amount does that.
         unknown_solver: The solver that was asked for, where a file holds only its ``repr``, so that
             ``turning`` is what the default solver says; empty otherwise.
+        is_nested: Whether it enters a region and earlier regions compute it again. How often they
+            do depends on the others, so only the plan's overhead has these seconds.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Explanation:
     hidden: float | None
     turning: int | None
     unknown_solver: str = ""
+    is_nested: bool = False
 
     def __str__(self) -> str:
         """The explanation in sentences."""
@@ -85,7 +88,10 @@ class Explanation:
         after = f", after {format_some(self.chain, 4)}" if self.chain else ""
         if self.holding:
             yield f"  save: {format_seconds(self.holding)} of copies to and from stacks of loops"
-        yield f"  recompute: {format_seconds(self.recompute)}{after}"
+        if self.is_nested:
+            yield "  recompute: by earlier regions; the plan's overhead has the seconds"
+        else:
+            yield f"  recompute: {format_seconds(self.recompute)}{after}"
         yield f"  offload: {self._offload()}"
         yield f"  {self._turning()}"
         if self.unknown_solver and not self.pinned:
@@ -156,6 +162,8 @@ class _Explaining:
         self.items: Items = items_of(self.residuals, target, host_room, pins, files)
         self.solver = plan.solver or SOLVERS[DEFAULT_SOLVER]
         self.decisions: Mapping[str, Decision] = plan.decisions
+        policy = plan.answer.policy
+        self.dropped = dict(policy.levels) if policy else {}
         self.by_name = {r.name: r for r in self.residuals}
         self.solved: dict[float, Mapping[str, Decision]] = {}
 
@@ -185,6 +193,7 @@ class _Explaining:
             hidden=overlap.hidden if overlap.transfers else None,
             turning=self._turning(r),
             unknown_solver="" if self.plan.solver else self.plan.question.solver,
+            is_nested=(r.entering or r.name) in self.dropped,
         )
 
     def _chain(self, r: Residual) -> list[Residual]:
