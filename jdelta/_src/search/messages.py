@@ -60,13 +60,14 @@ def too_small(
     inside = (r for r in residuals if not r.region_input and decisions[r.name] is Decision.SAVE)
     kept = sum(r.bytes for r in inside)
     few = f" but {format_bytes(kept)}" if kept else ""
+    nested = f", {len(floor.levels)} that enter regions among them," if floor.levels else ""
     host = floor.measurement.host
     away = f" and {format_bytes(host)} on the host" if host else ""
     if files := floor.emission.spilled.bytes:
         away += f" or in files ({format_bytes(files)})"
     return BudgetError(
         f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed"
-        f"{few}{away} the step still needs {format_bytes(floor.peak)} per device"
+        f"{few}{nested}{away} the step still needs {format_bytes(floor.peak)} per device"
         f"{_largest(floor.emission.timeline)}. Raise the budget to {_floor(least, floor)}, "
         "donate the state (donate_argnums), make the batch smaller, or mark smaller regions with "
         f"jdelta.remat.{_merged(floor, residuals, backend)}",
