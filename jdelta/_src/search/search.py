@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from jdelta._src.decision import Decision
@@ -133,8 +134,9 @@ class Search:
         return self.proposals.promised_seconds(bound)
 
     def is_floor_above(self, bound: int) -> bool:
-        """Whether everything recomputed exceeds a budget by its prediction."""
-        return self.proposals.floor().predicted > bound
+        """Whether everything recomputed exceeds a budget by its prediction, if that is believed."""
+        is_believed = self.step.target.backend.tolerances.floor_far_above < math.inf
+        return is_believed and self.proposals.floor().predicted > bound
 
     def run(self, bound: int, most: int = MOST_COMPILES) -> Found:
         """Find a plan within the budget.
