@@ -157,19 +157,20 @@ class Proposals:
 
     def promised_seconds(self, goal: int) -> float:
         """About the seconds that a plan within a peak in bytes adds; infinity if there is none."""
-        floor, chain = self.floor(), self._chain
-        if floor.predicted <= goal:
-            problem = replace(self.items.problem, capacity=float(goal - floor.predicted))
+        room = goal - self.floor().predicted
+        if room >= 0:
+            problem = replace(self.items.problem, capacity=float(room))
             return self.solved_seconds(problem) + self.extra_seconds
-        more = chain.solved.seconds(goal - self._beside_temporaries) if chain else math.inf
-        return min(floor.overhead + more, self.moving_seconds(goal))
+        dropping = self.dropping_inputs(goal)
+        return min(dropping.overhead if dropping else math.inf, self.moving_seconds(goal))
 
     def moving_seconds(self, goal: int) -> float:
         """About the same where what enters regions may leave the device."""
         deep = self.items.deep
         if deep is None:
             return math.inf
-        moved = sum(item.bytes for item in deep.items if item.name in self.items.leaving)
+        leaving = (item for item in deep.items if item.name in self.items.leaving)
+        moved = sum(item.bytes for item in leaving if item.needed)
         room = goal - (self.floor().predicted - moved)
         return self.solved_seconds(replace(deep, capacity=room)) if room >= 0 else math.inf
 
