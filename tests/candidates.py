@@ -12,7 +12,7 @@ SAVE, OFFLOAD, RECOMPUTE = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
 
 def emission(simulated):
     """What rules read of an emission."""
-    return SimpleNamespace(simulated=simulated, pool=0)
+    return SimpleNamespace(policy=None, simulated=simulated, pool=0)
 
 
 def predicted(peak, overhead=1.0):

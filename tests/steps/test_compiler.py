@@ -77,7 +77,7 @@ def test_the_compiled_peak_is_within_the_budget_and_near_the_prediction(step, sh
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_floor_without_offload_is_that_of_recompute_by_hand(target):
     with pytest.raises(BudgetError, match="every residual recomputed the step") as caught:
-        planned(MLP, "3GiB", target, host_budget=0)
+        planned(MLP, "3GiB", target, host_budget=0, per_layer=False)
     where = resolve(target)
     by_hand = build(**MLP, remat=checkpoint("mlp"))
     placed = where.abstract((by_hand.state, by_hand.batch))

@@ -262,7 +262,7 @@ def may_other_cuts_be_quicker(best: Candidate, floor: Candidate, seconds: float)
     decisions = best.decisions or {}
     is_dear = best.overhead > DEAR * seconds
     leaves = not {Decision.OFFLOAD, Decision.SPILL}.isdisjoint(decisions.values())
-    return is_dear and (leaves or decisions == floor.decisions)
+    return is_dear and (leaves or bool(best.levels) or decisions == floor.decisions)
 
 
 def _near_root(count: int) -> int:

@@ -136,7 +136,9 @@ class Search:
     def is_floor_above(self, bound: int) -> bool:
         """Whether everything recomputed exceeds a budget by its prediction, if that is believed."""
         is_believed = self.step.target.backend.tolerances.floor_far_above < math.inf
-        return is_believed and self.proposals.floor().predicted > bound
+        if not is_believed or not self.items.residuals:
+            return False
+        return self.proposals.floor().predicted > bound
 
     def run(self, bound: int, most: int = MOST_COMPILES) -> Found:
         """Find a plan within the budget.
