@@ -89,7 +89,7 @@ class Planning:
         except BudgetError as error:
             return self._otherwise(search, bound, error)
         if search.may_other_cuts_be_quicker(outcome):
-            return self._cut_otherwise(search, outcome)
+            return self._cut_otherwise(search, outcome, self._others(search))
         is_done = outcome.is_good or not may_be_apart
         return (search, outcome) if is_done else self._apart(search, outcome)
 
@@ -147,9 +147,14 @@ class Planning:
             if error is not None and not search.promises(error.floor or 0):
                 continue
             try:
-                return search, search.run(bound)
+                outcome = search.run(bound)
             except BudgetError as other:
                 error = _lower(error, other)
+                continue
+            if search.may_other_cuts_be_quicker(outcome):
+                others = [other for other in searches if other is not search]
+                return self._cut_otherwise(search, outcome, others)
+            return search, outcome
         assert error is not None
         raise error from None
 
@@ -171,10 +176,12 @@ class Planning:
                     error = _lower(error, other)
         raise error from None
 
-    def _cut_otherwise(self, first: Search, alike: Found) -> tuple[Search, Found]:
+    def _cut_otherwise(
+        self, first: Search, alike: Found, others: Sequence[Search]
+    ) -> tuple[Search, Found]:
         """The first quicker plan with other cuts, else the one that there is."""
         most = alike.compiles + OTHERWISE
-        for search in self._others(first):
+        for search in others:
             with contextlib.suppress(JdeltaError, jax.errors.JaxRuntimeError):
                 outcome = search.run(alike.budget, most) if search.promises(alike.budget) else alike
                 if outcome.best.overhead < alike.best.overhead:
