@@ -18,6 +18,22 @@ def step(ws, x):
     return ws - 0.1 * jax.grad(loss)(ws)
 
 
+def unrolled(layer):
+    """The step over layers one after the other: new weights, and the loss."""
+
+    def step(ws, x):
+        def loss(ws):
+            y = x
+            for w in ws:
+                y = layer(w, y)
+            return jnp.mean(y**2)
+
+        value, grads = jax.value_and_grad(loss)(ws)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), value
+
+    return step
+
+
 def shapes(layers, rows, width):
     """Weights and input of the step."""
     float32 = jnp.float32

@@ -9,15 +9,12 @@ import pytest
 from jax import lax
 
 import jdelta
-from jdelta import Decision
 from jdelta._src import _jax
 from jdelta._src.backends.target import resolve
 from jdelta._src.passes.recompute import with_recompute
-from jdelta._src.program.names import RegionName
-from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.region_inputs import with_region_inputs
-from tests.passes.test_recompute import STEPS, WS, X, layer, mean, other
+from tests.passes.test_recompute import STEPS, WS, X, layer, mean, other, policy_of
 
 TARGET = resolve("cpu")
 
@@ -60,27 +57,22 @@ MORE = {
 }
 
 
-def policy_of(step_trace, levels, kept=()):
-    """What enters regions is kept, but for that with a level; of the rest what is called so."""
-    names = set(filter(None, map(_jax.named_value, _jax.equations(step_trace.recorded.program))))
-    regions = [name for name in names if isinstance(name, RegionName)]
-    stay = {n for n in regions if n.is_input or n.split("/")[-1].startswith(tuple(kept))}
-    decisions = {str(n): Decision.SAVE if n in stay else Decision.RECOMPUTE for n in regions}
-    decisions |= dict.fromkeys(levels, Decision.RECOMPUTE)
-    policy = Policy.of(decisions, step_trace.loops, TARGET.backend, partly=step_trace.partly)
-    return policy.dropping(levels)
+def dropping(step_trace, levels, kept=()):
+    """The program that keeps what enters regions, but for levels, and values that are so called."""
+    decided = dict.fromkeys(("input", *kept), "save")
+    policy = policy_of(step_trace, TARGET, **decided).dropping(levels)
+    return with_recompute(step_trace.recorded.program, policy)
 
 
 def droppable(step_trace):
     """Names of what enters regions and can be computed again, in order."""
-    program = step_trace.recorded.program
     entering = [r for r in with_region_inputs(step_trace, TARGET) if r.region_input]
     names = [r.entering or r.name for r in entering]
-    return [n for n in names if with_recompute(program, policy_of(step_trace, {n: 1}))]
+    return [n for n in names if dropping(step_trace, {n: 1})]
 
 
-def results(step, levels, step_trace, kept=()):
-    program = with_recompute(step_trace.recorded.program, policy_of(step_trace, levels, kept))
+def results(step_trace, levels):
+    program = dropping(step_trace, levels)
     assert program is not None
     return jax.jit(lambda *args: _jax.evaluate(program, *args))(WS, X)
 
@@ -96,7 +88,7 @@ def test_results_are_those_of_the_step(name):
     expected = jax.tree.leaves(jax.jit(step)(WS, X))
     for some, order in itertools.product((names, names[::2]), ORDERS.values()):
         levels = {n: order(i, len(some)) for i, n in enumerate(some)}
-        for a, b in zip(results(step, levels, step_trace), expected, strict=True):
+        for a, b in zip(results(step_trace, levels), expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -109,7 +101,7 @@ def test_most_steps_have_something_to_drop():
 def products(levels, kept=()):
     """How often the four layers, of two products each, are computed in a step."""
     step_trace = trace(STEPS["unrolled"], WS, X)
-    program = with_recompute(step_trace.recorded.program, policy_of(step_trace, levels, kept))
+    program = dropping(step_trace, levels, kept)
     named = [e for e in _jax.equations(program) if _jax.named_value(e)]
     return sum(str(_jax.named_value(e)).split("/")[-1].startswith("dot_general") for e in named)
 

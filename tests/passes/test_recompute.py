@@ -138,7 +138,7 @@ STEPS = {
 }
 
 
-def policy_of(step_trace, **decided):
+def policy_of(step_trace, target=TARGET, **decided):
     """All that is called so is kept, or put away; the rest is computed again."""
     names = {
         str(name): Decision(decision)
@@ -146,7 +146,7 @@ def policy_of(step_trace, **decided):
         for called, decision in decided.items()
         if str(name).split("/")[-1].startswith(called)
     }
-    return Policy.of(names, step_trace.loops, TARGET.backend, partly=step_trace.partly)
+    return Policy.of(names, step_trace.loops, target.backend, partly=step_trace.partly)
 
 
 def written(step, **decided):

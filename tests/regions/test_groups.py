@@ -22,7 +22,7 @@ from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.residual import residuals
-from tests.compilers import TARGETS, needs_cuda
+from tests.compilers import TARGETS, cpus_keep_recompute, needs_cuda
 from tests.frameworks import LAYERS, STEPS, block, mean_square, plain
 from tests.planning import planned, under
 
@@ -382,9 +382,8 @@ def test_a_carry_keeps_the_type_that_the_loop_gives_it():
     assert got == expected
 
 
+@cpus_keep_recompute
 def test_a_loop_that_is_unrolled_is_planned_on_cpus():
-    if jax.__version_info__ < (0, 12):
-        pytest.skip("XLA for CPUs undoes recompute outside of loops")
     step, (w, keys, _) = unrolled(True)
     plan = jdelta.plan(step, 0.7, w, keys, jax.ShapeDtypeStruct((4096, 64), jnp.float32))
     assert plan.compiled_peak <= plan.budget < plan.ceiling

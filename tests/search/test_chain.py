@@ -11,8 +11,9 @@ import pytest
 import jdelta
 from jdelta import Decision
 from jdelta._src.regions.cut import Cuts
-from tests.compilers import needs_cuda
-from tests.stand_in import lowering_to_itself, saying_what_is_predicted
+from tests.compilers import TARGETS, cpus_keep_recompute
+from tests.sines import unrolled
+from tests.stand_in import in_place_of_the_compiler
 
 LAYERS, ROWS, WIDTH = 10, 16384, 128
 VALUE = ROWS * WIDTH * 4
@@ -23,21 +24,7 @@ def layer(w, x):
     return 0.9 * jnp.sin(jnp.tanh(x @ w) @ w.T)
 
 
-def step_of(layer):
-    def step(ws, x):
-        def loss(ws):
-            y = x
-            for w in ws:
-                y = layer(w, y)
-            return jnp.mean(y**2)
-
-        value, grads = jax.value_and_grad(loss)(ws)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), value
-
-    return step
-
-
-step = step_of(layer)
+step = unrolled(layer)
 
 
 def shapes(layers=LAYERS):
@@ -47,8 +34,7 @@ def shapes(layers=LAYERS):
 
 @pytest.fixture
 def by_stand_in(monkeypatch):
-    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
-    monkeypatch.setattr("jdelta._src.search.history.measure", saying_what_is_predicted)
+    in_place_of_the_compiler(monkeypatch)
 
 
 plans_of = functools.partial(jdelta.plan, step, target="cpu", host_budget=0)
@@ -102,7 +88,7 @@ def test_a_floor_far_above_the_budget_is_not_compiled():
 @pytest.mark.usefixtures("by_stand_in")
 def test_an_unmarked_step_is_cut_small_where_the_floor_does_not_fit():
     unmarked = functools.partial(
-        jdelta.plan, step_of(layer.__wrapped__), target="cpu", host_budget=0
+        jdelta.plan, unrolled(layer.__wrapped__), target="cpu", host_budget=0
     )
     with pytest.raises(jdelta.BudgetError) as error:
         unmarked(1024, *shapes())
@@ -145,15 +131,10 @@ def test_a_plan_that_is_to_be_a_policy_drops_none():
         plans_of(floor_of(), *shapes(), per_layer=False)
 
 
-undoes = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="before jax 0.12 XLA for CPUs undoes recompute"
-)
-
-
-@undoes
+@cpus_keep_recompute
 @pytest.mark.parametrize("layer", [layer, layer.__wrapped__], ids=["marked", "found"])
 def test_numbers_are_those_of_the_plain_step(layer):
-    step, (ws, x) = step_of(layer), shapes(6)
+    step, (ws, x) = unrolled(layer), shapes(6)
     plain = jdelta.plan(step, None, ws, x)
     plan = jdelta.plan(step, 0.35, ws, x, host_budget=0)
     assert plan.policy.levels
@@ -169,10 +150,10 @@ def test_numbers_are_those_of_the_plain_step(layer):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("target", ["tpu:v5e:2x2", pytest.param("cuda:h100", marks=needs_cuda)])
+@pytest.mark.parametrize("target", TARGETS)
 def test_compilers_need_as_little_as_is_planned(target):
     options = {"target": target, "host_budget": 0}
-    by_hand = jdelta.plan(step_of(jax.checkpoint(layer.__wrapped__)), None, *shapes(6), **options)
+    by_hand = jdelta.plan(unrolled(jax.checkpoint(layer.__wrapped__)), None, *shapes(6), **options)
     plan = jdelta.plan(step, int(0.8 * by_hand.compiled_peak), *shapes(6), **options)
     assert plan.policy.levels
     assert plan.compiled_peak <= plan.budget

@@ -9,7 +9,7 @@ import jdelta
 from jdelta._src.api import frontier
 from jdelta._src.hlo.measure import measure
 from tests.sines import shapes, step
-from tests.stand_in import lowering_to_itself, saying_what_is_predicted
+from tests.stand_in import in_place_of_the_compiler
 
 BUDGETS = (0.9, 0.75, 0.65, 0.55)
 
@@ -25,11 +25,6 @@ def test_the_sequence_has_every_order():
 ARGS = shapes(layers=4, rows=4096, width=64)
 
 
-def by_stand_in(monkeypatch):
-    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
-    monkeypatch.setattr("jdelta._src.search.history.measure", saying_what_is_predicted)
-
-
 def by_xla(monkeypatch):
     """XLA itself, asked once about each program, by its text."""
     known = {}
@@ -43,7 +38,7 @@ def by_xla(monkeypatch):
     monkeypatch.setattr("jdelta._src.search.history.measure", measured)
 
 
-@pytest.mark.parametrize("judged", [by_stand_in, by_xla])
+@pytest.mark.parametrize("judged", [in_place_of_the_compiler, by_xla])
 def test_budgets_are_answered_alike_in_any_order(judged, monkeypatch):
     judged(monkeypatch)
     answers = {}
@@ -65,7 +60,7 @@ def test_a_frontier_hands_its_history_on(own, monkeypatch):
         return jdelta.plan(*args, history=history, **options)
 
     monkeypatch.setattr(frontier, "plan", planned)
-    by_stand_in(monkeypatch)
+    in_place_of_the_compiler(monkeypatch)
     draw = functools.partial(frontier.frontier, step, *ARGS, target="cpu", budgets=BUDGETS[:3])
     curve = draw(history=own) if own else draw()
     assert len(curve.plans) == len(histories) == 3

@@ -11,21 +11,14 @@ from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
 from jdelta._src.regions.region import Grouping
 from tests.compilers import needs_cuda
 from tests.programs import PROGRAMS, unmarked
-from tests.sines import layer
+from tests.sines import layer, unrolled
 from tests.stand_in import EXACT, lowering_to_itself, saying_what_is_predicted
 
 LAYERS, ROWS, WIDTH = 28, 8192, 512
 BUDGET = 500 << 20
 
 
-def step(ws, x):
-    def loss(ws):
-        y = x
-        for w in ws:
-            y = layer(w, y)
-        return jnp.mean(y**2)
-
-    return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws))
+step = unrolled(layer)
 
 
 def more_below(part):

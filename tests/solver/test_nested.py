@@ -93,8 +93,14 @@ def test_a_chain_of_equal_stages_is_run_again_in_halves():
     assert solved.seconds(2) == math.inf
 
 
-def test_the_least_bytes_for_some_seconds():
+def test_the_least_bytes_for_some_forward_passes():
     solved = NestedRecompute([Stage(1, 1, 2)] * 8, 1)
-    least = solved.least(7)
+    least = solved.least(7 / 8)
     assert solved.seconds(least) <= 7 < solved.seconds(least - 10 / STEPS)
-    assert solved.forward == 8
+
+
+def test_less_memory_is_as_much_less_as_makes_another_schedule():
+    solved = NestedRecompute([Stage(1, 1, 2)] * 8, 1)
+    assert solved.less(9, 1) == 8
+    lower = solved.less(9, 0)
+    assert solved.seconds(lower) > solved.seconds(9) == solved.seconds(lower + 10 / STEPS)

@@ -231,7 +231,7 @@ class _Place:
         path = scope_path(stack)  # of an inlined body: sometimes whole, sometimes relative
         return _Place(
             self.backward or _jax.is_backward(eqn),
-            self.differentiated or "jvp(" in stack,
+            self.differentiated or _jax.is_differentiated(eqn),
             self.recomputed or RECOMPUTE in stack,
             path if path[: len(self.scope)] == self.scope else (*self.scope, *path),
         )

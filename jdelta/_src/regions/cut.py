@@ -97,7 +97,9 @@ def cut_into_regions(
     choices = list(_choices(kept, cumulative_bytes[places]))
     sizes = {"kept": kept, "cumulative_bytes": cumulative_bytes[places]}
     at_once = functools.partial(_held_at_once, **sizes)
-    apart = functools.partial(_held_apart, crossing[places], cumulative_bytes[places])
+    apart = functools.partial(
+        _held_apart, crossing=crossing[places], cumulative_bytes=cumulative_bytes[places]
+    )
     in_turn = functools.partial(_held_in_turn, **sizes)
     if best is Cuts.FEW:
         choices = _least(choices, at_once, COARSE)
@@ -345,7 +347,7 @@ def _held_in_turn(cuts: Sequence[int], kept: _Sizes, cumulative_bytes: _Sizes) -
     )
 
 
-def _held_apart(crossing: _Sizes, cumulative_bytes: _Sizes, cuts: Sequence[int]) -> float:
+def _held_apart(cuts: Sequence[int], crossing: _Sizes, cumulative_bytes: _Sizes) -> float:
     """Bytes of the region that holds the most with what enters it."""
     return max(
         float(cumulative_bytes[b] - cumulative_bytes[a] + crossing[a])

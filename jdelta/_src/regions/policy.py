@@ -92,7 +92,12 @@ class Policy:
 
     def dropping(self, levels: Mapping[str, int]) -> Policy:
         """The policy that drops some of what enters regions, too; see ``levels``."""
-        return replace(self, levels=tuple(sorted(levels.items())))
+        return replace(
+            self,
+            saved=self.saved.difference(levels),
+            recomputed=self.recomputed.union(levels),
+            levels=tuple(sorted(levels.items())),
+        )
 
     def __call__(self, prim: Any, /, *avals: Any, **params: Any) -> Any:
         """What to do with the results of an equation: the protocol of ``jax.checkpoint``.

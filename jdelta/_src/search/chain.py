@@ -47,14 +47,6 @@ class Chain:
         pairs = zip(self.entering, levels, strict=True)
         return {name: level for names, level in pairs for name in names if level}
 
-    def less(self, room: float, excess: float) -> float:
-        """Bytes within which another schedule is the best, by an excess less or by more."""
-        room = min(room, self.solved.most)
-        known, lower = self.solved.seconds(room), room - excess
-        while lower >= 0 and self.solved.seconds(lower) <= known:
-            lower -= self.solved.unit
-        return lower
-
 
 @dataclass(frozen=True)
 class _Stage:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,39 +142,24 @@ class Planning:
 
     def _of_all_cuts(self, searches: Sequence[Search], bound: int) -> tuple[Search, Found]:
         """The plan with the cuts that promise the quickest, else with the next ones."""
-        error: BudgetError | None = None
-        for search in sorted(searches, key=lambda search: search.promised_seconds(bound)):
-            if error is not None and not search.promises(error.floor or 0):
-                continue
-            try:
-                outcome = search.run(bound)
-            except BudgetError as other:
-                error = _lower(error, other)
-                continue
-            if search.may_other_cuts_be_quicker(outcome):
-                others = [other for other in searches if other is not search]
-                return self._cut_otherwise(search, outcome, others)
+        in_order = sorted(searches, key=lambda search: search.promised_seconds(bound))
+        search, outcome = _first_that_fits(in_order, bound)
+        if not search.may_other_cuts_be_quicker(outcome):
             return search, outcome
-        assert error is not None
-        raise error from None
+        others = [other for other in searches if other is not search]
+        return self._cut_otherwise(search, outcome, others)
 
     def _otherwise(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:
         """Other regions, or nested checkpoints, as everything else needs more than the budget."""
-        for search in self._others(first):
-            if search.promises(error.floor or 0):
-                try:
-                    return search, search.run(bound)
-                except BudgetError as other:
-                    error = _lower(error, other)
+        return _first_that_fits(self._elsewhere(first), bound, error)
+
+    def _elsewhere(self, first: Search) -> Iterator[Search]:
+        """The searches with other regions, then that with nested checkpoints of loops."""
+        yield from self._others(first)
         grouping = nested_grouping(first.trace.trips) if self.per_layer else None
         if grouping is not None:
             with contextlib.suppress(TraceError):
-                search = self._search(grouping, first)
-                try:
-                    return search, search.run(bound)
-                except BudgetError as other:
-                    error = _lower(error, other)
-        raise error from None
+                yield self._search(grouping, first)
 
     def _cut_otherwise(
         self, first: Search, alike: Found, others: Sequence[Search]
@@ -207,7 +192,31 @@ class Planning:
         return search, search.run(bound)
 
 
-def _lower(error: BudgetError | None, other: BudgetError) -> BudgetError:
-    """That of two errors which says that less memory would do."""
-    errors = [e for e in (error, other) if e is not None]
-    return min(errors, key=lambda e: e.floor or math.inf)
+def _first_that_fits(
+    searches: Iterable[Search], bound: int, error: BudgetError | None = None
+) -> tuple[Search, Found]:
+    """The first plan within a budget.
+
+    Args:
+        searches: What to try in turn. One that promises no lower floor than those that were too
+            high before is left out, but for nested checkpoints, whose floor is not foretold.
+        bound: The budget, bytes.
+        error: What was said of those before.
+
+    Raises:
+        BudgetError: There is none; the error with the lowest floor.
+    """
+    for search in searches:
+        is_nested = search.step.grouping.nested
+        if error is not None and not is_nested and not search.promises(error.floor or 0):
+            continue
+        try:
+            return search, search.run(bound)
+        except TraceError:
+            if error is None:
+                raise
+        except BudgetError as other:
+            errors = (other,) if error is None else (error, other)
+            error = min(errors, key=lambda e: e.floor or math.inf)
+    assert error is not None
+    raise error from None

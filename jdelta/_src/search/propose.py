@@ -137,7 +137,7 @@ class Proposals:
             candidate = None if levels is None else self._dropping(levels)
             if candidate is None or candidate.predicted <= goal:
                 return candidate
-            room = chain.less(room, candidate.predicted - goal)
+            room = chain.solved.less(room, candidate.predicted - goal)
         return None
 
     def dropping_most_inputs(self) -> Candidate | None:
@@ -145,7 +145,7 @@ class Proposals:
         chain = self._chain
         if chain is None:
             return None
-        levels = chain.levels(self._least_room(chain))
+        levels = chain.levels(chain.solved.least(MOST_FORWARD))
         return None if levels is None else self._dropping(levels)
 
     def least_predicted(self) -> int:
@@ -153,7 +153,7 @@ class Proposals:
         floor, chain = self.floor().predicted, self._chain
         if chain is None:
             return floor
-        return min(floor, round(self._least_room(chain)) + self._beside_temporaries)
+        return min(floor, round(chain.solved.least(MOST_FORWARD)) + self._beside_temporaries)
 
     def promised_seconds(self, goal: int) -> float:
         """About the seconds that a plan within a peak in bytes adds; infinity if there is none."""
@@ -174,10 +174,6 @@ class Proposals:
         room = goal - (self.floor().predicted - moved)
         return self.solved_seconds(replace(deep, capacity=room)) if room >= 0 else math.inf
 
-    @staticmethod
-    def _least_room(chain: Chain) -> float:
-        return chain.solved.least(MOST_FORWARD * chain.solved.forward)
-
     @property
     def _beside_temporaries(self) -> int:
         """Bytes that a program is expected to need beside its simulated temporaries."""
@@ -186,22 +182,24 @@ class Proposals:
 
     def _dropping(self, levels: Mapping[str, int]) -> Candidate | None:
         """The floor without some of what enters regions; None where that cannot be written."""
-        decisions = _nothing_kept(self.items)
-        dropped = (r.name for r in self.items.residuals if (r.entering or r.name) in levels)
-        decisions |= dict.fromkeys(dropped, Decision.RECOMPUTE)
-        policy = self._policy(decisions).dropping(levels)
         try:
-            return self._priced(decisions, Outcome.HEURISTIC, policy)
+            return self._priced(*self._decided_without(levels))
         except PlanMismatchError:
             return None
+
+    def _decided_without(
+        self, levels: Mapping[str, int]
+    ) -> tuple[dict[str, Decision], Outcome, Policy]:
+        """What is decided at the floor without some of what enters regions."""
+        dropped = (r.name for r in self.items.residuals if (r.entering or r.name) in levels)
+        decisions = _nothing_kept(self.items) | dict.fromkeys(dropped, Decision.RECOMPUTE)
+        return decisions, Outcome.HEURISTIC, self._policy(decisions).dropping(levels)
 
     def _dropping_seconds(self, levels: tuple[tuple[str, int], ...]) -> float:
         """What it adds to the floor to drop what enters regions, of which no problem knows."""
         if levels and levels not in self._dropped:
-            self._dropped[levels] = 0.0
-            candidate = self._dropping(dict(levels))
-            assert candidate is not None
-            more = self.seconds(candidate) - self.seconds(self.floor())
+            *_, policy = self._decided_without(dict(levels))
+            more = self._seconds_of(self._emit(policy)) - self.seconds(self.floor())
             self._dropped[levels] = max(0.0, more)
         return self._dropped.get(levels, 0.0)
 
@@ -321,11 +319,13 @@ class Proposals:
 
     def seconds(self, candidate: Candidate) -> float:
         """Of a step, by the instructions of its program as traced."""
-        policy = candidate.emission.policy
-        if policy not in self._seconds:
-            target, graph = self.step.target, candidate.emission.timeline.graph
-            self._seconds[policy] = program_seconds(graph, target.rates, target.backend)
-        return self._seconds[policy]
+        return self._seconds_of(candidate.emission)
+
+    def _seconds_of(self, emission: Emission) -> float:
+        if emission.policy not in self._seconds:
+            target, graph = self.step.target, emission.timeline.graph
+            self._seconds[emission.policy] = program_seconds(graph, target.rates, target.backend)
+        return self._seconds[emission.policy]
 
     def solved_seconds(self, problem: Problem) -> float:
         """What the solver's decisions add to the step."""

@@ -41,9 +41,6 @@ class Stage:
 class NestedRecompute:
     """What it takes to run a chain within each number of bytes.
 
-    Attributes:
-        unit: Bytes of a part of the memory.
-
     Tables have a row for each part of the memory that is free, and seconds in it. What enters the
     first stage of a run is there, and takes nothing of what is free.
     """
@@ -60,8 +57,8 @@ class NestedRecompute:
         alive = itertools.accumulate((stage.bytes for stage in self._stages[1:]), initial=0.0)
         needed = [s.running + more for s, more in zip(self._stages, alive, strict=True)]
         # All that is kept may come to half a part more for each stage.
-        self.unit = max(needed) / (STEPS - len(self._stages)) or 1.0
-        self._sizes = [round(stage.bytes / self.unit) for stage in self._stages]
+        self._unit = max(needed) / (STEPS - len(self._stages)) or 1.0
+        self._sizes = [round(stage.bytes / self._unit) for stage in self._stages]
         count = len(self._stages)
         seconds = [stage.seconds for stage in self._stages]
         self._begin = np.array([0.0, *itertools.accumulate(seconds)], np.float32)
@@ -74,16 +71,6 @@ class NestedRecompute:
         self._kept[-1] = self._runs[-1, -1]
         for first in reversed(range(count - 1)):
             self._kept[first] = self._next_kept(first).min(0)
-
-    @property
-    def most(self) -> float:
-        """Bytes within which everything is kept."""
-        return STEPS * self.unit
-
-    @property
-    def forward(self) -> float:
-        """Seconds of a forward pass."""
-        return float(self._begin[-1])
 
     def levels(self, room: float) -> list[int] | None:
         """The schedule of the least seconds within some bytes.
@@ -105,23 +92,31 @@ class NestedRecompute:
         """What the schedule within some bytes adds to one that keeps all; infinity if none does."""
         return float(self._kept[0, self._row(room)]) if room >= 0 else np.inf
 
-    def least(self, seconds: float) -> float:
-        """The least bytes within which a schedule adds no more than some seconds."""
-        (enough,) = np.nonzero(self._kept[0] <= seconds)
-        return float(enough[0] if len(enough) else STEPS) * self.unit
+    def least(self, passes: float) -> float:
+        """The least bytes within which a schedule adds no more than some forward passes."""
+        (enough,) = np.nonzero(self._kept[0] <= passes * self._begin[-1])
+        return float(enough[0] if len(enough) else STEPS) * self._unit
+
+    def less(self, room: float, excess: float) -> float:
+        """Bytes within which another schedule is the best, by an excess less or by more."""
+        room = min(room, STEPS * self._unit)
+        known, lower = self.seconds(room), room - excess
+        while lower >= 0 and self.seconds(lower) <= known:
+            lower -= self._unit
+        return lower
 
     def _row(self, room: float) -> int:
-        return min(STEPS, int(room / self.unit + 1e-6))
+        return min(STEPS, int(room / self._unit + 1e-6))
 
     def _solve_runs(self) -> None:
-        count, free = len(self._stages), np.arange(STEPS + 1) * self.unit
+        count, free = len(self._stages), np.arange(STEPS + 1) * self._unit
         for length in range(count):
             for first in range(count - length):
                 last = first + length
                 if length:
                     seconds = self._splits(first, last).min(0)
                 else:
-                    fits = free + self.unit / 2 >= self._stages[first].running
+                    fits = free + self._unit / 2 >= self._stages[first].running
                     seconds = np.where(fits, 0.0, np.inf)
                 self._runs[first, last] = seconds
                 size = min(self._sizes[first], STEPS + 1)
