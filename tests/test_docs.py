@@ -26,11 +26,12 @@ WITH_EXAMPLES = [
     for path in sorted((ROOT / "jdelta").rglob("*.py"))
     if ">>> " in path.read_text("utf-8")
 ]
-PUBLIC = [
-    value
-    for name, value in vars(jdelta).items()
-    if not name.startswith("_") and getattr(value, "__module__", "").startswith("jdelta")
-]
+PUBLIC = [getattr(jdelta, name) for name in jdelta.__all__ if not name.startswith("_")]
+
+
+def test_all_that_is_public_is_there():
+    stub = (ROOT / "jdelta/__init__.pyi").read_text("utf-8")
+    assert len(PUBLIC) == len(re.findall(r" as [A-Za-z]\w*$", stub, re.MULTILINE)) > 30
 
 
 def test_there_are_examples():
