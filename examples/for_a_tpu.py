@@ -1,4 +1,6 @@
-"""Plans for a TPU that is not here: shapes in, a plan, a page and a file out. Needs `jdelta[tpu]`.
+"""Plans for a TPU that is not here: shapes in, a plan, a page and a file out.
+
+Needs `jax-delta[tpu]`.
 
 python examples/for_a_tpu.py --target tpu:v5e:2x2 --report report.html
 """

@@ -72,13 +72,13 @@ def test_unknown_names_list_what_exists(name):
 
 def test_missing_libtpu_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TargetError, match=r"pip install 'jdelta\[tpu\]'"):
+    with pytest.raises(TargetError, match=r"pip install 'jax-delta\[tpu\]'"):
         resolve("tpu:v5e:32x32")
 
 
 def test_missing_cuda_plug_in_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
-    with pytest.raises(TargetError, match=r"pip install 'jdelta\[cuda\]'"):
+    with pytest.raises(TargetError, match=r"pip install 'jax-delta\[cuda\]'"):
         resolve("cuda:h100:1x1x32")
 
 

@@ -28,6 +28,7 @@ from jdelta._src.backends.backend import (
 from jdelta._src.backends.chips import CHIPS
 from jdelta._src.backends.device_files import present
 from jdelta._src.errors import TargetError
+from jdelta._src.versions import installed_with
 
 _NOT_HERE = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 """The plug-in refuses to register without a driver; its compiler reports every program larger than
@@ -50,7 +51,7 @@ def _topology(chip: str, topology: str) -> topologies.TopologyDescription:
         if plugin.name.startswith("xla_cuda")
     ]
     if not plugins:
-        raise TargetError("CUDA targets need JAX's CUDA plug-in: pip install 'jdelta[cuda]'")
+        raise TargetError(f"CUDA targets need JAX's CUDA plug-in: {installed_with('cuda')}")
     describe = functools.partial(
         topologies.get_topology_desc,
         platform="cuda",

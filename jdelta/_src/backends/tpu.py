@@ -24,6 +24,7 @@ from jdelta._src.backends.backend import (
 )
 from jdelta._src.backends.device_files import present
 from jdelta._src.errors import TargetError
+from jdelta._src.versions import installed_with
 
 _NOT_HERE = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -37,7 +38,7 @@ _NOT_HERE = {
 def _topology(chip: str, topology: str) -> topologies.TopologyDescription:
     """By libtpu, without a TPU."""
     if importlib.util.find_spec("libtpu") is None:
-        raise TargetError("TPU targets need libtpu: pip install 'jdelta[tpu]'")
+        raise TargetError(f"TPU targets need libtpu: {installed_with('tpu')}")
     if not present("/dev/accel*", "/dev/vfio/[0-9]*"):
         for variable, value in _NOT_HERE.items():
             os.environ.setdefault(variable, value)

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jdelta._src.errors import BudgetError, JdeltaError
+from jdelta._src.versions import DISTRIBUTION, __version__
 
 if TYPE_CHECKING:
     from jdelta._src.cli.commands import Command
 
 _DESCRIPTION = "Plan a JAX training step to a memory budget, and look at plans."
+VERSION = f"jdelta {__version__}, the memory planner for JAX (installed as {DISTRIBUTION})"
 _EPILOG = """\
 exit status: 0 done; 1 `check` or `diff` found a difference; 2 the command line is wrong;
 3 nothing fits the budget; 4 any other error, said on standard error."""
@@ -28,11 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    try:
-        from jdelta._src.cli import commands, output
-    except ModuleNotFoundError as error:
-        print(f"error: the command line needs {error.name}: pip install 'jdelta[cli]'")
-        return 4
+    from jdelta._src.cli import commands, output
+
     options = _parser(commands.COMMANDS).parse_args(argv)
     try:
         with output.progress():
@@ -58,6 +57,7 @@ def _parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=VERSION)
     added = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in commands:
         own = added.add_parser(command.name, help=command.help, description=command.help)
