@@ -36,10 +36,13 @@ if EFFORT.upper() in os.environ:
 os.environ.setdefault(EFFORT.upper(), str(LEAST))  # of examples too
 jax.config.update(EFFORT, LEAST)
 
-# A program that one test compiles is not compiled again for another, nor by another process.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _executables = tempfile.TemporaryDirectory(prefix="executables-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _executables.name
+# A program that one test compiles is not compiled again for another, nor by another process. What
+# was kept on disk before, by another revision maybe, is not read.
+_own = dict[str, tempfile.TemporaryDirectory]()
+for _variable in ("JAX_COMPILATION_CACHE_DIR", "JDELTA_CACHE_DIR"):
+    if _variable not in os.environ:
+        _own[_variable] = tempfile.TemporaryDirectory(prefix="tests-")
+        os.environ[_variable] = _own[_variable].name
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)  # to write takes time too
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -2,7 +2,11 @@
 
 import dataclasses
 import functools
+import os
 import re
+import subprocess
+import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +111,7 @@ def test_jit_does_not_compile_again(half):
     assert half.jit() is not half.jit()
     with jax.log_compiles(False), count_compiles() as compiled:
         half.jit()(*arguments())
-    assert "planned" not in str(compiled)
+    assert "jit(step)" not in compiled
 
 
 class count_compiles:  # noqa: N801
@@ -124,6 +128,44 @@ class count_compiles:  # noqa: N801
 
     def __exit__(self, *_):
         jax.monitoring.unregister_event_duration_listener(self._listen)
+
+
+def test_a_second_process_makes_the_same_plan_of_what_the_first_one_measured(tmp_path):
+    script = """
+        import jax
+        from tests.api.test_plan import arguments, count_compiles, step
+        import jdelta
+        with count_compiles() as compiled:
+            plan = jdelta.plan(step, 0.5, *arguments(), donate_argnums=0)
+        figures = plan.compiled_peak, plan.compiles, sorted(plan.decisions.items())
+        print(figures, compiled.count("jit(step)"))
+        jax.block_until_ready(plan.jit()(*arguments()))
+    """
+    there = {"JDELTA_CACHE_DIR": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    before, after = (
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            env={**os.environ, **there},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.rpartition(" ")
+        for _ in range(2)
+    )
+    assert after[0] == before[0]
+    assert int(before[2]) >= 2
+    assert int(after[2]) == 1  # the plan, to be run
+
+
+def test_a_plan_that_takes_more_than_was_measured_is_refused(half, monkeypatch):
+    def compiled_otherwise(*asked, executable=False, **options):
+        program, measurement = measure(*asked, executable=executable, **options)
+        peak = (half.budget + 1) if executable else measurement.peak
+        return program, dataclasses.replace(measurement, peak=peak)
+
+    monkeypatch.setattr("jdelta._src.search.history.measure", compiled_otherwise)
+    with pytest.raises(BudgetError, match="Compiled once more, the plan takes .* Plan again"):
+        jdelta.plan(step, 0.5, *arguments(), donate_argnums=0)
 
 
 def test_other_donation_compiles_again_and_is_checked(half):

@@ -226,10 +226,18 @@ def test_executable_is_compiled_when_wanted(elsewhere):
     assert measurement.peak > 0
 
 
-def test_nothing_is_kept_for_attached_devices(cpu, records):
+def test_attached_devices_of_another_machine_have_records_of_their_own(cpu, monkeypatch):
     measure(lower(cpu, jnp.sin, (8,)), cpu)
-    assert records() == []
+    assert measure(lower(cpu, jnp.sin, (8,)), cpu)[0] is None
+    monkeypatch.setattr(os, "cpu_count", lambda: 1000)
     assert measure(lower(cpu, jnp.sin, (8,)), cpu)[0] is not None
+
+
+def test_programs_of_several_processes_are_compiled_by_all(cpu, records, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for _ in range(2):
+        assert measure(lower(cpu, jnp.sin, (8,)), cpu)[0] is not None
+    assert records() == []
 
 
 def test_place_in_the_source_does_not_matter(elsewhere, records):

@@ -69,6 +69,27 @@ def uses_the_budget(deviation, share, target, monkeypatch):
     assert plan.compiles <= 5  # the plain step and the floor too
 
 
+def test_a_step_whose_programs_are_long_is_compiled_a_few_times_only(monkeypatch):
+    """The compiler of a TPU takes a minute for some steps of few operations, by their code."""
+
+    def compiles(code):
+        plain = []
+
+        def measured(emission, *args, **options):
+            peak = emission.simulated
+            plain.append(peak)
+            peak += 0.4 * plain[0] * (emission.policy is not None and peak > 0.6 * plain[0])
+            return None, dataclasses.replace(EXACT, peak=int(peak), code=code)
+
+        monkeypatch.setattr("jdelta._src.search.history.measure", measured)
+        ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(12)]
+        x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+        return jdelta.plan(step, 0.8, ws, x, target="tpu:v5e").compiles
+
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
+    assert compiles(16 << 20) + 3 <= compiles(0)
+
+
 @jdelta.remat
 def normed(w, x):
     scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import platform
 import re
 import time
 from collections.abc import Mapping
@@ -116,9 +117,10 @@ def measure(
 ) -> tuple[jax.stages.Compiled | None, Measurement]:
     """Compiles a program and reads off its memory.
 
-    What is measured for an ahead-of-time target is kept on disk under the program, the target, the
-    options and the versions of the compilers; a program measured before is not compiled again
-    unless its executable is wanted.
+    What is measured is kept on disk under the program, the target, the options and the versions of
+    the compilers, for attached devices under the machine, too. A program measured before is not
+    compiled again unless its executable is wanted, or several processes run it: those compile
+    together.
 
     Args:
         lowered: The program, lowered for ``target.devices()``. Compiler options given to
@@ -136,14 +138,15 @@ def measure(
         jax.errors.JaxRuntimeError: The compiler failed for another reason than size.
     """
     options = dict(compiler_options or {})
-    if not target.ahead_of_time:
+    if jax.process_count() > 1 and not target.ahead_of_time:
         return _compile(lowered, target, options, computed)
     name = _name(lowered, target, options, computed)
     known = None if executable else _read(name)
     if known is not None:
         return None, known
     compiled, measurement = _compile(lowered, target, options, computed)
-    cache.write("measurements", name, dataclasses.asdict(measurement))
+    if target.ahead_of_time or not measurement.refused:  # else memory may be short just now
+        cache.write("measurements", name, dataclasses.asdict(measurement))
     return compiled, measurement
 
 
@@ -155,6 +158,7 @@ def _name(
         _FORMAT,
         lowered.as_text(),
         target.name,
+        *_machine(target),
         repr(target.rates),
         repr(sorted(options.items())),
         repr(sorted(computed.once)),
@@ -163,6 +167,13 @@ def _name(
         *(str(getattr(jax.config, setting, "")) for setting in _SETTINGS),
         *map(version, COMPILERS),
     )
+
+
+def _machine(target: Target) -> tuple[str, ...]:
+    """What a program for attached devices depends on, too; nothing for others."""
+    if target.ahead_of_time:
+        return ()
+    return target.kind, platform.machine(), str(os.cpu_count())
 
 
 def _read(name: str) -> Measurement | None:

@@ -138,6 +138,7 @@ def call_of(step: Jitted, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cal
         named = {name: filled[name] for name in by_name}
         return step.fun(*first, *map(filled.get, range(count)), **named)
 
+    fun.__name__ = step.name  # what profiles and dumps call the program
     traced = (*step.first, *(args[i] for i in positions), *(kwargs[name] for name in names))
     own = step.first_names
     call = Call(

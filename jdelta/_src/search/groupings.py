@@ -75,7 +75,8 @@ class Planning:
         """
         first = self._search(AS_WRITTEN)
         search, outcome = self._searched(first, first.bound(budget))
-        return search, (first if search.step.grouping.layers > 1 else search).settled(outcome)
+        settled = (first if search.step.grouping.layers > 1 else search).settled(outcome)
+        return search, search.ready(settled)
 
     def _searched(self, search: Search, bound: int) -> tuple[Search, Found]:
         if self.pin:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -104,6 +105,11 @@ class Compiles:
         programs = [p for p in self._programs.values() if not p.measurement.refused]
         return all(abs(p.predicted - p.measurement.peak) <= NEAR * p.predicted for p in programs)
 
+    @property
+    def most_code(self) -> int:
+        """Bytes of the longest program."""
+        return max((p.measurement.code for p in self._programs.values()), default=0)
+
     def has(self, grouping: Grouping, policy: Policy | None) -> bool:
         """Whether the program was compiled already."""
         return (grouping, policy) in self._programs
@@ -132,6 +138,19 @@ class Compiles:
             measurement=program.measurement,
             compiled=program.compiled,
         )
+
+    def with_executable(self, step: Step, candidate: CompiledCandidate) -> CompiledCandidate:
+        """A candidate whose measurement came from disk, compiled all the same."""
+        emission = candidate.emission
+        _LOG.info("compiling the plan, %s when it was measured", format_bytes(candidate.peak))
+        compiled, measurement = measure(
+            emission.lower(),
+            step.target,
+            emission.options,
+            computed=emission.computed,
+            executable=True,
+        )
+        return replace(candidate, compiled=compiled, measurement=measurement)
 
     def know(self, grouping: Grouping, policy: Policy, overhead: float, peak: int) -> None:
         """Remember a plan that does what it says, for this and any later search."""

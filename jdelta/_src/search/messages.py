@@ -108,6 +108,22 @@ def above_plain(
     )
 
 
+def grown(bound: int, known: CompiledCandidate, plan: CompiledCandidate) -> BudgetError:
+    """The error of a plan that takes more than when it was measured, and more than the budget.
+
+    Args:
+        bound: The budget, bytes.
+        known: The plan, its measurement from disk.
+        plan: The plan, compiled once more.
+    """
+    return BudgetError(
+        f"Compiled once more, the plan takes {format_bytes(plan.peak)}, over the budget of "
+        f"{format_bytes(bound)}; an earlier process measured {format_bytes(known.peak)}. The "
+        "compiler tunes programs for attached devices, each time anew. Plan again: the new figure "
+        "is kept."
+    )
+
+
 def nothing_kept(bound: int, plain: CompiledCandidate, uncut: str) -> BudgetError | TraceError:
     """The error of a budget below a step of which nothing can be decided.
 
