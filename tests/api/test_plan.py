@@ -164,7 +164,7 @@ def test_a_plan_that_takes_more_than_was_measured_is_refused(half, monkeypatch):
         return program, dataclasses.replace(measurement, peak=peak)
 
     monkeypatch.setattr("jdelta._src.search.history.measure", compiled_otherwise)
-    with pytest.raises(BudgetError, match="Compiled once more, the plan takes .* Plan again"):
+    with pytest.raises(BudgetError, match=r"Compiled once more, the plan takes .* Plan again"):
         jdelta.plan(step, 0.5, *arguments(), donate_argnums=0)
 
 
