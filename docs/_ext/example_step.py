@@ -18,8 +18,8 @@ def block(x, w):
 
 
 def loss_fn(params, batch):
-    layers = lambda x, w: (block(x, w), None)
-    return jnp.mean(jax.lax.scan(layers, batch, params)[0] ** 2)
+    out, _ = jax.lax.scan(lambda x, w: (block(x, w), None), batch, params)
+    return jnp.mean(out**2)
 
 
 def train_step(params, batch):

@@ -39,7 +39,7 @@ def kind(said):
     named = said.get("type", "any")
     named = named if isinstance(named, str) else " or ".join(named)
     if named == "array":
-        inner = said.get("items") or "prefixItems" in said and {"type": "pair"} or {}
+        inner = said.get("items")
         return f"list of {kind(inner)}" if inner else "pair"
     return named
 
