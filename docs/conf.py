@@ -50,7 +50,6 @@ autosummary_filename_map = {  # where a function is called like a class, but for
 }
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
