@@ -1,4 +1,4 @@
-"""The table of frameworks in `docs/frameworks.md`: `python -m tests.matrix` writes it."""
+"""The table of frameworks in `docs/results/frameworks.md`: `python -m tests.matrix` writes it."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from benchmarks.models import identity
 from tests.frameworks import FORMS, LAYERS, STEPS
 from tests.planning import planned, under
 
-PAGE = Path(__file__).parent.parent / "docs" / "frameworks.md"
+PAGE = Path(__file__).parent.parent / "docs" / "results" / "frameworks.md"
 MARKS = {"marked": jdelta.remat, "nothing marked": identity}
 ROWS = [
     (framework, scan, marks)
@@ -21,6 +21,9 @@ ROWS = [
 SHARE = 0.7
 
 HEAD = f"""# Frameworks
+
+**In every framework, with layers unrolled and scanned, marked and not, a plan gives the numbers of
+the plain step and takes the memory that was asked for.**
 
 What the tests check of one network of {LAYERS} residual blocks in each framework
 (`tests/frameworks.py`), with its blocks marked by `jdelta.remat` and with nothing marked. Written

@@ -15,10 +15,17 @@ import pytest
 
 import jdelta
 from benchmarks import __main__, study
+from jdelta import plot
+from jdelta._src.cli import main
 from jdelta._src.plan.record import PlanRecord
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def name_of(page):
+    """As in `docs/results/budgets.md`."""
+    return page.relative_to(ROOT).as_posix()
 
 
 WITH_EXAMPLES = [
@@ -76,6 +83,61 @@ def test_every_public_name_is_documented(public):
             assert inspect.getdoc(member), name
 
 
+def named_by(page, directive):
+    """What a page lists in the blocks of a directive, in the order of the page."""
+    blocks = re.findall(rf"{directive}::\n(?:   :.*\n)*\n((?:   \w+\n)+)", page.read_text("utf-8"))
+    return [name for block in blocks for name in block.split()]
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = named_by(ROOT / "docs/reference/python.md", r"autosummary")
+    functions = [
+        name
+        for name, one in inspect.getmembers(plot, inspect.isfunction)
+        if not name.startswith("_") and one.__module__ == plot.__name__
+    ]
+    public = [name for name in jdelta.__all__ if not name.startswith("_")]
+    assert sorted(listed) == sorted([*public, *functions])
+
+
+def test_every_command_is_in_the_reference(capsys):
+    page = (ROOT / "docs/reference/command-line.md").read_text("utf-8")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"^    ([a-z][a-z-]+)(?=\s)", capsys.readouterr().out, re.MULTILINE)
+    assert len(commands) >= 10
+    assert re.findall(r"\{command-help\} (\S+)", page) == commands
+
+
+def test_every_variable_of_the_environment_is_in_the_reference():
+    page = (ROOT / "docs/reference/environment.md").read_text("utf-8")
+    sources = [path.read_text("utf-8") for path in (ROOT / "jdelta").rglob("*.py")]
+    looked_up = {name for text in sources for name in re.findall(r"environ.*\"([A-Z_]+)\"", text)}
+    assert {"JDELTA_CACHE_DIR", "CXX"} <= looked_up
+    assert [name for name in looked_up if f"`{name}`" not in page] == []
+
+
+def test_every_error_is_explained():
+    page = (ROOT / "docs/reference/errors.md").read_text("utf-8")
+    errors = [one.__name__ for one in PUBLIC if inspect.isclass(one) and issubclass(one, Exception)]
+    assert len(errors) >= 9
+    assert [name for name in errors if not re.search(rf"`(jdelta\.)?{name}`", page)] == []
+
+
+def test_pages_are_in_a_table_of_contents():
+    pages = [page for page in PAGES if page.parent != ROOT and page.stem != "index"]
+    for page in pages:
+        index = (page.parent / "index.md").read_text("utf-8")
+        assert re.search(rf"^(.+ <)?{page.stem}>?$", index, re.MULTILINE), name_of(page)
+
+
+def test_a_page_of_results_begins_with_what_came_of_it():
+    for page in (ROOT / "docs/results").glob("*.md"):
+        if page.stem != "index":
+            first = page.read_text("utf-8").split("\n\n")[1]
+            assert re.match(r"\*\*[^*]+[.:]\*\*", first), name_of(page)
+
+
 def test_the_schema_of_plan_files_says_what_fields_are():
     schema = ROOT / "jdelta/_src/plan/plan.schema.json"
     shown = json.loads(schema.read_text("utf-8"))["properties"]
@@ -87,14 +149,14 @@ def test_the_schema_of_plan_files_says_what_fields_are():
             assert list(shown[name]["properties"]) == shown[name]["required"] == fields
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_to_files(page):
     for link in re.findall(r"\]\(([^)#]+)", page.read_text("utf-8")):
         if not link.startswith("http"):
             assert (page.parent / link).exists(), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_scripts_that_pages_name_exist(page):
     text = page.read_text("utf-8")
     for module in re.findall(r"python -m ((?:benchmarks|tests)\.[\w.]*)", text):

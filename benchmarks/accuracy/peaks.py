@@ -11,7 +11,7 @@ so other buffers have to be packed, and a large one finds a gap or does not.
 
     python -m benchmarks run peaks --what simulated --target cuda:h100
 
-Results (jax 0.12.0.1, CUDA 13 plug-in) stand in docs/how-it-works.md.
+Results (jax 0.12.0.1, CUDA 13 plug-in) stand in docs/results/peaks.md.
 """
 
 import dataclasses

@@ -12,7 +12,7 @@ the shape of attention's scores; beside it jdelta's own roofline, by the instruc
 compiled text and by the traced program. `jdelta/_src/estimate/seconds.py` prices random bits by
 them.
 
-Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in) stand in docs/how-it-works.md.
+Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in) stand in docs/results/cycles.md.
 """
 
 import functools

@@ -15,7 +15,7 @@ backward loop, and keeps the gradient of the logits for it; and those of an iter
 its attention is done with. *loops as they are* leaves the ties inside loops out, *seconds* compares
 the two by what their compiled instructions are predicted to take.
 
-Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in) stand in docs/how-it-works.md.
+Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in) stand in docs/results/recompute.md.
 """
 
 import dataclasses

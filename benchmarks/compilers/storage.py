@@ -5,7 +5,7 @@ in MiB as the compiler reports them, ahead of time, and as `jdelta` simulates th
 
     python -m benchmarks run storage
 
-Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in 0.12.0.1) stand in docs/how-it-works.md.
+Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in 0.12.0.1) stand in docs/internals/memory.md.
 """
 
 from collections.abc import Callable, Sequence

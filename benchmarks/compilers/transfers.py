@@ -14,8 +14,9 @@ nobody planned.
 
     python -m benchmarks run transfers --target tpu:v5e:2x2
 
-Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in 0.12.0.1) stand in docs/how-it-works.md.
-What follows from them stands in `timed_transfers.py`, `host_slots.py` and `emit.py` of
+Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in 0.12.0.1) stand in
+docs/results/transfers.md. What follows from them stands in `timed_transfers.py`, `host_slots.py`
+and `emit.py` of
 `jdelta/_src/passes`.
 """
 

@@ -108,7 +108,8 @@ def schedule(
 ) -> Schedule:
     """Order the operators of a step so that their peak is low, and lay out what they make.
 
-    After ROAM (arXiv 2310.19295); see ``docs/order.md`` for the method. Nothing is compiled or run.
+    After ROAM (arXiv 2310.19295); ``docs/internals/order.md`` has the method. Nothing is compiled
+    or run.
 
     Args:
         step_fn: Any function that ``jax.jit`` accepts; or a step that is compiled, of which XLA's

@@ -75,7 +75,7 @@ class Residual:
 
     @property
     def label(self) -> str:
-        """Its name as it is printed: with the user's own, where that is given outside of it."""
+        """Its name as it is printed, with the user's own, where that is given outside of it."""
         is_in_name = not self.user_name or f"/{self.user_name}" in self.name
         return self.name if is_in_name else f"{self.name} ({self.user_name})"
 
