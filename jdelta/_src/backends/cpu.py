@@ -94,6 +94,7 @@ CPU = Backend(
     devices=Devices(
         have_own_memory=False,
         memory_share=_equal_parts,
+        memory_reason=str,
         pinned=_nothing,
         offload_refusal=_one_memory,
         topology=None,

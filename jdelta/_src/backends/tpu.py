@@ -147,6 +147,7 @@ TPU = Backend(
     devices=Devices(
         have_own_memory=True,
         memory_share=_all_of_it,
+        memory_reason=str,
         pinned=_all_there_is,
         offload_refusal=_may_offload,
         topology=_topology,
