@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import textwrap
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jdelta._src.decision import Decision
-from jdelta._src.report.table import aligned, labelled
+from jdelta._src.report.table import WIDTH, aligned, labelled
 
 COLOURS = {
     Decision.SAVE: "green",
@@ -36,7 +37,8 @@ class Block:
         body: The cells, row by row.
         title: A line above.
         figures: What is said below by what it is.
-        notes: Lines below.
+        notes: Lines below, as they are.
+        prose: Sentences below, in lines as long as there is room.
     """
 
     head: Sequence[str] = ()
@@ -44,6 +46,7 @@ class Block:
     title: str = ""
     figures: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: Sequence[str] = ()
+    prose: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ def _plain(console: Console, block: Block) -> None:
     lines = [block.title] if block.title else []
     lines += aligned(block.head, block.body) if block.head else []
     lines += [labelled(block.figures)] if block.figures else []
-    print("\n".join([*lines, *block.notes]))
+    prose = (textwrap.fill(text, WIDTH) for text in block.prose)
+    print("\n".join([*lines, *block.notes, *prose]))
 
 
 def _coloured(console: Console, block: Block) -> None:
@@ -95,7 +99,7 @@ def _coloured(console: Console, block: Block) -> None:
         for label, text in block.figures.items():
             grid.add_row(Text(label, "dim", no_wrap=True), Text(text))
         console.print(grid)
-    for note in block.notes:
+    for note in (*block.notes, *block.prose):
         console.print(Text(note))
 
 
