@@ -18,8 +18,8 @@ from jdelta._src.sizes import format_bytes
 _DEAR = 0.1
 """From this share of a step on, an overhead is worth a look at other budgets."""
 
-_WORTH = 0.01
-"""Of the arguments' bytes: what less is saved is not worth a word."""
+_WORTH = 2**10
+"""Bytes: a learning rate that has the shape of the loss is not worth a word."""
 
 _LARGE = 1 / 3
 """From this part of the peak on, one value is what makes it."""
@@ -61,7 +61,7 @@ def donations(call: Call, donate: Sequence[int]) -> Iterator[str]:
         results -= taken
         sizes = {_kind(array): local_bytes(array) for array in arrays}
         size = sum(count * sizes[kind] for kind, count in taken.items())
-        if size and size >= _WORTH * sum(map(local_bytes, _arrays(call.args))):
+        if size >= _WORTH:
             how = f"argnums={number}" if number is not None else f"argnames={name!r}"
             yield (
                 f"Donate {name}, which the step returns anew (donate_{how}): up to "

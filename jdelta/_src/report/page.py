@@ -78,8 +78,9 @@ def _scale(plan: PlanRecord, picture: Picture) -> str:
     ]
     sentences = [
         "" if is_compiled else "The plain step was not compiled: its peak is predicted.",
-        f"Simulated alone, {' and '.join(differing)}: curves are scaled to what was compiled, "
-        "single values keep their sizes."
+        f"Simulated alone, {' and '.join(differing)}, for the simulation does not know all that a "
+        "compiler fuses, pads or keeps on the chip: curves are scaled to what was compiled, single "
+        "values keep their sizes."
         if differing
         else "",
     ]
