@@ -28,6 +28,10 @@ COLOURS = {
 """Of decisions; chosen to be told apart on dark and on light terminals."""
 
 
+_WHOLE = 24
+"""Characters up to which names in the first column stay in one line: they are to be copied."""
+
+
 @dataclass(frozen=True)
 class Block:
     """A table with a title above and remarks below it.
@@ -89,8 +93,11 @@ def _coloured(console: Console, block: Block) -> None:
         console.print(Text(block.title, "bold"))
     if block.head:
         table = Table(box=None, header_style="dim", pad_edge=False)
-        for number, name in enumerate(block.head):
-            table.add_column(name, overflow="fold", ratio=2 if number == 0 else None)
+        longest = max((len(row[0]) for row in block.body), default=0)
+        first, *others = block.head
+        table.add_column(first, overflow="fold", ratio=2, min_width=min(longest, _WHOLE))
+        for name in others:
+            table.add_column(name, overflow="fold")
         for row in block.body:
             table.add_row(*map(_cell, row))
         console.print(table)
