@@ -42,4 +42,25 @@ def make_args(rows=2048):
     return (up, down), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
 
 
+def same_args(size):
+    del size
+    return make_args()
+
+
+jitted_step = jax.jit(step, donate_argnums=0)
+
+
+def deep_step(w, x, depth):
+    def model(w, x):
+        for _ in range(depth):
+            x = scanned(w, x)
+        return x
+
+    return train(model, w, x)
+
+
+def deep_args():
+    return *make_args(), 2
+
+
 NOT_A_FUNCTION = 1

@@ -1,7 +1,9 @@
 """The command line: what each command prints, for people and for programs, and how it ends."""
 
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +11,33 @@ from pathlib import Path
 import pytest
 
 import jdelta
-from jdelta._src.cli import main
+from jdelta._src.backends.chips import CHIPS
+from jdelta._src.cli import commands, main, quiet
+from jdelta._src.cli.answers import ANSWERS
+from jdelta._src.report.export import FORMS
 from tests import small
 
 STEP = ["tests.small:step", "--args", "tests.small:make_args"]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"], ["oom", "-h"]])
+def test_help_waits_for_no_library(words):
+    script = f"""
+import sys
+from jdelta._src.cli import main
+try:
+    main({words})
+finally:
+    print(sorted({{"jax", "jaxlib", "numpy", "rich", "scipy"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_command_has_an_answer():
+    assert [command.name for command in commands.COMMANDS] == list(ANSWERS)
+    assert tuple(sorted(FORMS)) == commands.FORMS
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +97,37 @@ def test_diff_lists_what_differs(files, capsys):
     assert "The plans are alike" in said(capsys, "diff", files["0.4"], files["0.4"])
 
 
+def test_diff_takes_a_hundred_columns_and_cuts_nothing(files, capsys):
+    first, second = (jdelta.load(files[share]) for share in ("0.4", "0.7"))
+    assert first.result != second.result
+    text = said(capsys, "diff", files["0.4"], files["0.7"], code=1)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    words = " ".join(text.split())
+    assert first.result in words
+    assert second.result in words
+
+
+def test_layers_that_differ_alike_are_one_row_of_a_diff(capsys, tmp_path):
+    step = ["tests.small:unrolled_step", "--args", "tests.small:make_args"]
+    names = []
+    for decision in ("save", "recompute"):
+        names.append(str(tmp_path / f"{decision}.json"))
+        main(["plan", *step, "--pin", f"*/mlpwi={decision}", "-o", names[-1]])
+    both = record(capsys, "diff", *names, code=1)["decisions"]
+    assert len([name for name in both if name.endswith("mlpwi")]) == small.LAYERS
+    rows = [line for line in said(capsys, "diff", *names, code=1).splitlines() if "mlpwi" in line]
+    assert [row.split() for row in rows] == [["region_*/mlpwi", "×4", "save", "recompute"]]
+
+
+def test_equal_plans_are_one_row_of_a_frontier(capsys):
+    budgets = [f"--budget={size}" for size in ("1GiB", "500MiB", "300MiB", "0.5")]
+    assert len(record(capsys, "frontier", *STEP, *budgets)["plans"]) == 4
+    _, _, *rows = said(capsys, "frontier", *STEP, *budgets).splitlines()
+    assert len(rows) == 2
+    assert rows[0].startswith("300.0 MiB to 1.00 GiB  ")
+
+
 def test_frontier_ends_at_the_floor(capsys):
     got = record(capsys, "frontier", *STEP, "--budget", "0.7", "--budget", "0.01")
     (plan,) = got["plans"]
@@ -91,6 +147,24 @@ def test_the_largest_size_fits_and_more_does_not(capsys, what):
     assert above - size <= max(64, size // 32)
 
 
+def test_a_search_for_the_largest_size_says_how_it_ended(capsys):
+    words = ["max-batch", *STEP, "--budget", "8MiB", "--step", "256", "--overhead", "50%"]
+    got = record(capsys, *words)
+    text = said(capsys, *words)
+    assert f"batch: {got['batch']}; {len(got['tried'])} sizes were tried, and" in text
+    end = rf"and {got['too_large']} (does not fit|adds more than 50%)\."
+    assert re.search(end, " ".join(text.split()))
+    assert all(str(size) in text for size, *_ in got["tried"])
+    text = said(capsys, "max-batch", *STEP, "--budget", "1GiB", "--most", "2")
+    assert "batch: 2; 2 sizes were tried, as many as --most says, and none was too large" in text
+
+
+def test_a_size_that_changes_nothing_is_refused(capsys):
+    step = ["tests.small:step", "--args", "tests.small:same_args"]
+    assert main(["max-batch", *step]) == 4
+    assert "makes the same arguments for the sizes 1 and 2" in capsys.readouterr().err
+
+
 def test_nothing_fits(capsys):
     assert record(capsys, "max-batch", *STEP, "--budget", "1MiB", code=3)["batch"] == 0
     assert main(["plan", *STEP, "--budget", "1KiB"]) == 3
@@ -101,6 +175,22 @@ def test_targets_need_no_compiler(capsys):
     listed = {target["name"]: target for target in record(capsys, "targets")}
     assert {"tpu:v5e:2x2", "cuda:h100:1x1x8"} <= set(listed)
     assert all(name in said(capsys, "targets") for name in listed)
+
+
+def test_targets_say_why_a_gpu_has_less_for_a_program(capsys, monkeypatch):
+    for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(variable, raising=False)
+    listed = {target["name"]: target for target in record(capsys, "targets")}
+    h100 = listed["cuda:h100:1x1x8"]
+    assert h100["device_memory"] == CHIPS["cuda"]["h100"].memory
+    assert h100["memory"] == int(0.75 * h100["device_memory"])
+    text = said(capsys, "targets")
+    assert "59.33 GiB  79.11 GiB" in text
+    assert "JAX takes 75% of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says" in text
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    text = said(capsys, "targets")
+    assert "71.20 GiB  79.11 GiB" in text
+    assert "JAX takes 90% of a GPU's memory, as XLA_PYTHON_CLIENT_MEM_FRACTION says." in text
 
 
 def test_check_compiles_again(files, capsys):
@@ -135,6 +225,72 @@ def test_oom_names_what_is_alive(capsys):
     assert "fits" in said(capsys, "oom", *STEP)
 
 
+def test_oom_plans_to_a_budget(capsys):
+    got = record(capsys, "oom", *STEP, "--budget", "0.6")
+    assert got["plan"]["compiled_peak"] <= got["plan"]["budget"] == got["budget"] < got["needed"]
+    text = said(capsys, "oom", *STEP, "--budget", "0.6")
+    assert "does not fit: the budget is" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 100
+    got = record(capsys, "oom", *STEP, "--budget", "1MiB")
+    assert (got["budget"], got["plan"]) == (2**20, None)
+    assert "No plan fits" in got["remedies"][-1]
+
+
+def test_oom_advises_to_donate_what_is_not_donated(capsys):
+    advised = [
+        record(capsys, "oom", *STEP, "--budget", "0.6", *words)["remedies"][0]
+        for words in ([], ["--donate", "0"], ["--donate", "w"])
+    ]
+    assert "Donate w, which the step returns anew (donate_argnums=0)" in advised[0]
+    assert not any("onate" in other for other in advised[1:])
+
+
+def test_arguments_are_named_by_number_or_by_name(capsys):
+    words = ["tests.small:deep_step", "--args", "tests.small:deep_args", "--static", "depth"]
+    by_name = record(capsys, "plan", *words, "--donate", "w", "--budget", "0.6")
+    words = ["tests.small:deep_step", "--args", "tests.small:deep_args", "--static", "2"]
+    by_number = record(capsys, "plan", *words, "--donate", "0", "--budget", "0.6")
+    assert by_name == by_number
+    args = small.deep_args()
+    options = {"static_argnums": 2, "donate_argnums": 0}
+    plan = jdelta.plan(small.deep_step, 0.6, *args, **options)
+    assert by_name["fingerprint"] == plan.fingerprint
+
+
+def test_what_jit_was_told_holds_where_the_command_line_says_nothing(capsys, tmp_path):
+    words = ["tests.small:jitted_step", "--args", "tests.small:make_args", "--budget", "0.6"]
+    said(capsys, "plan", *words, "-o", str(tmp_path / "plan.json"))
+    assert jdelta.load(str(tmp_path / "plan.json")).donate_argnums == (0,)
+
+
+def test_updates_are_moved_and_layers_kept_alike_if_asked(capsys, tmp_path):
+    path = str(tmp_path / "plan.json")
+    said(capsys, "plan", *STEP, "--budget", "0.6", "--reorder", "--no-per-layer", "-o", path)
+    asked = jdelta.load(path).question
+    assert (asked.reorder, asked.per_layer) == (True, False)
+
+
+def test_libraries_of_devices_that_are_not_here_are_silent(monkeypatch, caplog):
+    monkeypatch.setattr(quiet, "present", lambda *patterns: False)
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
+    logger = logging.getLogger("jax._src.xla_bridge")
+    monkeypatch.setattr(logger, "filters", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    quiet.hush()
+    logger.error("Jax plugin configuration error: Exception when calling initialize()")
+    logger.error("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+def test_everything_is_said_to_those_who_ask(monkeypatch):
+    monkeypatch.setattr(quiet, "present", lambda *patterns: False)
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    logger = logging.getLogger("jax._src.xla_bridge")
+    monkeypatch.setattr(logger, "filters", [])
+    quiet.hush()
+    assert logger.filters == []
+
+
 def test_export(files, capsys):
     assert "remat_policy: custom" in said(capsys, "export", files["0.4"], "maxtext")
     assert "levanter" in record(capsys, "export", files["0.4"], "levanter")
@@ -150,6 +306,7 @@ def test_export(files, capsys):
         (["plan", *STEP, "--pin", "everything"], "PATTERN=DECISION"),
         (["explain", "nowhere.json"], "nowhere.json"),
         (["max-batch", *STEP, "--overhead", "much"], "such as 10%"),
+        (["max-batch", *STEP, "--most", "0"], "a whole number above zero"),
     ],
 )
 def test_a_wrong_command_line_is_refused(capsys, words, message):

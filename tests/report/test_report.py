@@ -1,5 +1,6 @@
 """Pictures of plans: their data, the page in a browser, and figures for files."""
 
+import dataclasses
 import html
 import itertools
 import json
@@ -7,11 +8,13 @@ import re
 import shutil
 import subprocess
 
+import jax
 import pytest
 
 import jdelta
 from jdelta import Decision
 from jdelta._src.program.graph import labels
+from jdelta._src.sizes import format_bytes
 from tests import small
 
 plot = pytest.importorskip("jdelta.plot", reason="needs matplotlib")
@@ -61,6 +64,77 @@ def test_a_loop_is_drawn_over_all_its_iterations():
     assert plain[-1].start + plain[-1].seconds == pytest.approx(plan.step_seconds, rel=1e-6)
 
 
+def test_curves_that_are_scaled_are_marked_and_stay_within_the_budget(plan):
+    from jdelta._src.report.page import page as render
+
+    picture = plan.picture()
+    budgeted = jdelta.plan(small.step, 0.5, *small.make_args(), donate_argnums=0)
+    assert max(m.bytes for m in budgeted.picture().planned) <= budgeted.budget
+    peaks = plan.ceiling, plan.compiled_peak
+    alike = dataclasses.replace(picture, simulated=peaks)
+    assert data_of(render(plan, alike, {}))["scale"] == ""
+    above = dataclasses.replace(picture, simulated=(plan.ceiling, 2 * plan.compiled_peak))
+    scale = data_of(render(plan, above, {}))["scale"]
+    assert f"comes to {format_bytes(2 * plan.compiled_peak)}" in scale
+    assert f"({format_bytes(plan.compiled_peak)} compiled)" in scale
+    assert "plain step" not in scale
+    search = dataclasses.replace(plan.search, estimates=("ceiling",))
+    predicted = dataclasses.replace(plan, search=search)
+    assert "its peak is predicted" in data_of(render(predicted, alike, {}))["scale"]
+
+
+def advised(tmp_path, **options):
+    """What the page of a scanned step advises."""
+    plan = jdelta.plan(small.step, 0.6, *small.make_args(), **options)
+    plan.report(str(tmp_path / "page.html"))
+    return " ".join(data_of((tmp_path / "page.html").read_text("utf-8"))["advice"])
+
+
+def test_the_page_advises_what_would_help(tmp_path):
+    text = advised(tmp_path, per_layer=False)
+    assert "Donate w, which the step returns anew (donate_argnums=0)" in text
+    assert "reorder=True" in text
+    assert "per_layer=False" in text
+
+
+def test_the_page_advises_nothing_that_was_done(tmp_path):
+    text = advised(tmp_path, donate_argnames="w", reorder=True)
+    assert "onate" not in text
+    assert "reorder" not in text
+    assert "per_layer" not in text
+
+
+def test_a_value_that_makes_the_peak_is_named():
+    from jdelta._src.report.advice import advice
+
+    plan = jdelta.plan(small.step, 0.6, *small.make_args(), donate_argnums=0, reorder=True)
+    picture = plan.picture()
+    peak = max(picture.planned, key=lambda moment: moment.bytes)
+    name = peak.alive[0][0]
+    large = dataclasses.replace(peak, alive=((name, picture.simulated[1] * 3 // 4),))
+    sentences = advice(plan, dataclasses.replace(picture, planned=(large,)), None)
+    assert any(f"At the peak {name} takes 7" in sentence for sentence in sentences)
+    small_one = dataclasses.replace(peak, alive=((name, picture.simulated[1] // 4),))
+    sentences = advice(plan, dataclasses.replace(picture, planned=(small_one,)), None)
+    assert not any("At the peak" in sentence for sentence in sentences)
+
+
+def test_a_step_in_a_script_is_called_by_its_name_alone():
+    from jdelta._src.plan.user_step import jitted
+    from jdelta._src.report.page import titles
+
+    def own(x):
+        return x
+
+    own.__module__ = "__main__"
+    name = jitted(own).place
+    assert name == "test_a_step_in_a_script_is_called_by_its_name_alone.own"
+    assert jitted(jax.jit(small.step)).place == "tests.small:step"
+    plan = jdelta.plan(small.step, "1GiB", *small.make_args())
+    program = dataclasses.replace(plan.program, step=name)
+    assert titles(dataclasses.replace(plan, program=program))[0] == name
+
+
 def shown(plan):
     dropped = Decision.RECOMPUTE
     return [r.name for r in plan.residuals if r.needed or plan.decisions[r.name] is not dropped]
@@ -81,6 +155,7 @@ def test_the_page_holds_the_plan(plan, page):
     data = data_of(page.read_text("utf-8"))
     assert data["budget"] == plan.budget
     assert dict(data["figures"])["target"] == "cpu"
+    assert "<h1>unrolled_step in tests.small</h1>" in page.read_text("utf-8")
     assert [point[0] for point in data["plans"]] == ["this plan", "by hand"]
     cells = sum(cell is not None for row in data["grid"]["cells"] for cell in row)
     assert cells == len(shown(plan))

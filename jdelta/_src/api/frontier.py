@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,40 @@ from typing import Any
 from jdelta._src.api.plan import Plan
 from jdelta._src.api.planning import plan
 from jdelta._src.errors import BudgetError, TraceError
+from jdelta._src.report.table import aligned
 from jdelta._src.search.history import History
+from jdelta._src.sizes import format_bytes
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+
+
+_SAME = 3
+"""Digits of an overhead's share, here and where it is printed: 4.1 % are one, however exact."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Budgets next to each other with one answer: equal peaks, equal times.
+
+    Attributes:
+        plans: The plans to these budgets, the largest first.
+    """
+
+    plans: tuple[Plan, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan to the least of these budgets, which fits the others too."""
+        return self.plans[-1]
+
+    @property
+    def budgets(self) -> str:
+        """The budgets as text: ``3.20 to 4.61 MiB``, or the only one."""
+        most, least = (format_bytes(p.budget) for p in (self.plans[0], self.plans[-1]))
+        if most == least:
+            return most
+        number, unit = least.split()
+        return f"{number if most.endswith(unit) else least} to {most}"
 
 
 @dataclass(frozen=True)
@@ -27,9 +59,48 @@ class Frontier:
     floor: int | None
 
     @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The plans that differ, each with the budgets that it is the answer to, largest first."""
+        groups = itertools.groupby(self.plans, key=_outcome)
+        return tuple(Stretch(tuple(group)) for _, group in groups)
+
+    @property
     def points(self) -> tuple[tuple[int, float], ...]:
-        """Compiled peak in bytes, and overhead as a part of the plain step, of each plan."""
-        return tuple((p.compiled_peak, p.overhead_share) for p in self.plans)
+        """Of each plan that differs: compiled peak, and overhead as a part of the plain step."""
+        plans = (stretch.plan for stretch in self.stretches)
+        return tuple((p.compiled_peak, p.overhead_share) for p in plans)
+
+    def __str__(self) -> str:
+        """A table of the plans that differ, and the floor."""
+        floor = [f"floor {format_bytes(self.floor)}"] if self.floor else []
+        return "\n".join([*aligned(HEAD, self.cells), *floor])
+
+    @property
+    def cells(self) -> tuple[tuple[str, ...], ...]:
+        """The rows of the table."""
+        return tuple(
+            (
+                stretch.budgets,
+                format_bytes(stretch.plan.compiled_peak),
+                format_bytes(stretch.plan.host_bytes),
+                f"{stretch.plan.overhead_share:.1%}",
+            )
+            for stretch in self.stretches
+        )
+
+
+HEAD = ("budget", "compiled peak", "on the host", "overhead")
+"""Titles of the table's columns."""
+
+
+def _outcome(plan: Plan) -> tuple[int, int, int, float]:
+    """What has to be equal for plans to be one point."""
+    return (
+        plan.compiled_peak,
+        plan.host_bytes,
+        plan.spill_bytes,
+        round(plan.overhead_share, _SAME),
+    )
 
 
 def frontier(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import jax
 
 from jdelta._src.api.plan import Plan
 from jdelta._src.api.planning import plan
+from jdelta._src.backends.platforms import backend_of
 from jdelta._src.backends.target import resolve
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.estimate.buffers import Compiler
@@ -21,10 +23,13 @@ from jdelta._src.plan.call import Call, call_of
 from jdelta._src.plan.user_step import OPTIONS, jitted
 from jdelta._src.program.graph import labels
 from jdelta._src.regions.trace import Trace, trace
-from jdelta._src.report.table import NUMBERED, aligned
-from jdelta._src.sizes import format_array, format_bytes, format_seconds
+from jdelta._src.report.advice import donations
+from jdelta._src.report.table import NUMBERED, WIDTH, aligned
+from jdelta._src.sizes import format_array, format_bytes, format_seconds, parse_budget
 
 _SHOWN = 12
+
+_NOTHING_TO_DO = "By this prediction the plain step fits: nothing has to be done."
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class OutOfMemory:
     Attributes:
         target: Name of the target.
         memory: Bytes per device that a program can use there.
+        budget: Bytes per device that the step is to fit in: the budget asked for, of a share of the
+            plain step's peak what it comes to; ``memory`` where none was asked for.
         needed: Predicted peak of the plain step, bytes per device.
         alive: What is alive at its peak, largest first.
         plan: A plan within the memory; None where there is none.
@@ -63,6 +70,7 @@ class OutOfMemory:
 
     target: str
     memory: int
+    budget: int
     needed: int
     alive: tuple[Alive, ...]
     plan: Plan | None
@@ -74,41 +82,53 @@ class OutOfMemory:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        verdict = "does not fit" if self.needed > self.memory else "fits"
-        yield (
+        verdict = "does not fit" if self.needed > self.budget else "fits"
+        memory = f"{self.target} has {format_bytes(self.memory)} for a program"
+        budget = f"the budget is {format_bytes(self.budget)}, and "
+        room = memory if self.budget == self.memory else budget + memory
+        yield from textwrap.wrap(
             f"The plain step needs {format_bytes(self.needed)} per device (predicted) and "
-            f"{verdict}: {self.target} has {format_bytes(self.memory)}."
+            f"{verdict}: {room}.",
+            WIDTH,
         )
+        if self.needed > self.memory:
+            devices = backend_of(self.target.partition(":")[0]).devices
+            yield from textwrap.wrap(devices.memory_reason(), WIDTH)
         yield ""
         head = ("at the peak", "what", "count", "shape", "bytes")
         shown = self.alive[:_SHOWN]
         body = [(a.name, a.what, str(a.count), a.shape, format_bytes(a.bytes)) for a in shown]
         yield from aligned(head, body)
         yield ""
-        yield from (f"- {remedy}" for remedy in self.remedies)
+        for remedy in self.remedies:
+            yield from textwrap.wrap(f"- {remedy}", WIDTH, subsequent_indent="  ")
 
 
 def explain_oom(
     step_fn: Callable[..., Any],
     *args: Any,
+    budget: int | float | str | None = None,
     target: str | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     **options: Any,
 ) -> OutOfMemory:
     """Say what is alive at the peak of a step, and what would make it fit.
 
-    The step is planned to the target's memory (less 5 %); it is compiled, but not run.
+    The step is planned to the budget, or to the target's memory (less 5 %); it is compiled, but not
+    run.
 
     Args:
         step_fn: As in ``jdelta.plan``.
         *args: Arguments of the step, or their shapes.
+        budget: What the step is to fit in, as in ``jdelta.plan``.
         target: As in ``jdelta.plan``.
         donate_argnums: As in ``jax.jit``.
         **options: Other arguments of ``jdelta.plan``.
 
     Raises:
-        JdeltaError: What ``jdelta.plan`` raises, but that no plan fits the memory.
+        JdeltaError: What ``jdelta.plan`` raises, but that no plan fits.
     """
+    bound = None if budget is None else parse_budget(budget)
     told: dict[str, Any] = {"donate_argnums": donate_argnums, **options}
     asked = jitted(step_fn, **{name: told[name] for name in OPTIONS if name in told})
     own = {name: told.pop(name) for name in tuple(told) if name in asked.parameters}
@@ -122,20 +142,28 @@ def explain_oom(
     fitting_plan, floor = None, None
     try:
         told["target"] = target
-        fitting_plan = plan(step_fn, None, *args, **own, **told)
+        fitting_plan = plan(step_fn, budget, *args, **own, **told)
     except (BudgetError, TraceError) as error:
         if error.floor is None:
             raise
         floor = error.floor
+    room = where.memory
+    if bound is not None:
+        share = round((bound.share or 0.0) * needed)
+        room = bound.bytes or (fitting_plan.budget if fitting_plan else share)
     alive = [*_arguments(call), *_temporaries(line, step_trace)]
+    remedies = [] if needed > room else [_NOTHING_TO_DO]
+    remedies += donations(call, step.donate)
+    remedies += _ways_to_fit(fitting_plan, floor, room, step_trace.uncut)
     return OutOfMemory(
         target=where.name,
         memory=where.memory,
+        budget=room,
         needed=needed,
         alive=tuple(sorted(alive, key=lambda a: -a.bytes)),
         plan=fitting_plan,
         floor=floor,
-        remedies=tuple(_remedies(step, needed, fitting_plan, floor, step_trace.uncut)),
+        remedies=tuple(remedies),
     )
 
 
@@ -184,16 +212,10 @@ def _alike(name: str) -> str:
     return NUMBERED.sub("*", where) + slash + last
 
 
-def _remedies(
-    step: Step, needed: int, fitting_plan: Plan | None, floor: int | None, uncut: str
+def _ways_to_fit(
+    fitting_plan: Plan | None, floor: int | None, room: int, uncut: str
 ) -> Iterator[str]:
-    target = step.target
-    if needed <= target.memory:
-        yield "By this prediction the plain step fits: nothing has to be done."
-    if not step.donate and (same := _donatable(step)):
-        yield (
-            f"Donate what the step returns anew (donate_argnums): up to {format_bytes(same)} less."
-        )
+    """What planning reaches, and what to do where that is not enough."""
     if fitting_plan is not None and fitting_plan.policy is not None:
         yield (
             f"jdelta.jit(step_fn, budget={fitting_plan.budget}) fits with a compiled peak of "
@@ -205,18 +227,6 @@ def _remedies(
         yield from (uncut,) if uncut else ()
         yield (
             f"No plan fits: the least that planning reaches is {format_bytes(floor)}. "
-            f"Make the batch smaller, or spread the step over {math.ceil(floor / target.memory)} "
+            f"Make the batch smaller, or spread the step over {math.ceil(floor / room)} "
             "or more devices (what is alike on each of them is not divided)."
         )
-
-
-def _donatable(step: Step) -> int:
-    """Bytes of results that have the shape of an argument."""
-    argument_kinds = Counter(map(_kind, jax.tree.leaves(step.args)))
-    leaves: list[Any] = jax.tree.leaves(jax.eval_shape(step.fun, *step.args))
-    taken = argument_kinds & Counter(map(_kind, leaves))
-    return sum(n * math.prod(shape) * dtype.itemsize for (shape, dtype), n in taken.items())
-
-
-def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    return tuple(leaf.shape), leaf.dtype

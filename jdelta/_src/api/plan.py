@@ -23,6 +23,7 @@ from jdelta._src.plan.record import PlanRecord
 from jdelta._src.plan.user_step import Arguments, Jitted, jitted, together
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
+from jdelta._src.report.advice import advice
 from jdelta._src.report.explain import Explanation, explain
 from jdelta._src.report.export import export
 from jdelta._src.report.page import page
@@ -415,7 +416,7 @@ class Plan(PlanRecord):
     def report(
         self, path: str, *, others: Mapping[str, Plan] = _NO_PLANS, rok: Sequence[RokPoint] = ()
     ) -> None:
-        """Write one self-contained HTML page: figures, pictures, every residual.
+        """Write one self-contained HTML page: figures, advice, pictures, every residual.
 
         A plan that transfers is compiled once more if its figures came from the disk cache. A plan
         that was loaded from a file has no step, so the pictures of the step are left out.
@@ -426,7 +427,8 @@ class Plan(PlanRecord):
             rok: Measured runs, to draw throughput over activation memory.
         """
         shown = picture(self, self._call) if self._call is not None else None
-        Path(path).write_text(page(self, shown, others, rok), encoding="utf-8")
+        text = page(self, shown, others, rok, advice(self, shown, self._call))
+        Path(path).write_text(text, encoding="utf-8")
 
     def picture(self) -> Picture:
         """What pictures of the plan show, as records: for ``jdelta.plot``, or one's own drawing.
@@ -443,7 +445,7 @@ class Plan(PlanRecord):
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page without pictures of the step."""
-        content = html.escape(page(self, None, {}))
+        content = html.escape(page(self, None, {}, advice=advice(self, None, None)))
         return f'<iframe srcdoc="{content}" style="width:100%;height:32rem;border:0"></iframe>'
 
     def __str__(self) -> str:

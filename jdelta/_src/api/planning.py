@@ -338,7 +338,8 @@ def _plan_for(
     if bound.bytes and bound.bytes > where.memory:
         raise BudgetError(
             f"The budget of {format_bytes(bound.bytes)} is above the {format_bytes(where.memory)} "
-            f"that {where.name} has. Leave it out to use what there is."
+            f"that {where.name} has for a program. Leave it out to use what there is."
+            + f" {where.backend.devices.memory_reason()}".rstrip()
         )
     if isinstance(pin, Mapping):
         pin = {_pattern(pattern): Decision(decision) for pattern, decision in pin.items()}
@@ -399,7 +400,10 @@ def _plan_for(
             reorder=bool(reorder),
         ),
         program=ProgramIdentity(
-            fingerprint=chosen_trace.fingerprint, arguments=described(call), versions=versions()
+            step=asked.place,
+            fingerprint=chosen_trace.fingerprint,
+            arguments=described(call),
+            versions=versions(),
         ),
         answer=Answer(
             policy=best.emission.policy,

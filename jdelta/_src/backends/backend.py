@@ -210,6 +210,8 @@ class Devices:
     Attributes:
         have_own_memory: Whether their memory is not the host's.
         memory_share: The part of their memory that JAX takes, as the environment says.
+        memory_reason: Why that is not all of it, and how to say otherwise, in a sentence; empty
+            where there is nothing to say.
         pinned: From the bytes of a machine's memory (None where it is not known) to those that a
             process can pin on it; None where that is not known, or nothing is pinned.
         offload_refusal: From the version of jaxlib, as ``(0, 11, 1)``, to why nothing may be
@@ -220,6 +222,7 @@ class Devices:
 
     have_own_memory: bool
     memory_share: Callable[[], float]
+    memory_reason: Callable[[], str]
     pinned: Callable[[int | None], int | None]
     offload_refusal: Callable[[tuple[int, ...]], str | None]
     topology: Callable[[str, str], Any] | None

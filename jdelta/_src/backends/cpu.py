@@ -25,6 +25,11 @@ def _no_options(memory: int, needed: int, outside_loops: bool, least: bool) -> O
     return {}
 
 
+def _nothing_to_say() -> str:
+    """Nothing to say."""
+    return ""
+
+
 def _one_memory(jaxlib: tuple[int, ...]) -> str:
     """XLA for CPUs has one memory."""
     del jaxlib
@@ -94,6 +99,7 @@ CPU = Backend(
     devices=Devices(
         have_own_memory=False,
         memory_share=_equal_parts,
+        memory_reason=_nothing_to_say,
         pinned=_nothing,
         offload_refusal=_one_memory,
         topology=None,

@@ -72,6 +72,11 @@ def _all_of_it() -> float:
     return 1.0
 
 
+def _nothing_to_say() -> str:
+    """Nothing to say."""
+    return ""
+
+
 def _all_there_is(physical: int | None) -> int | None:
     """All that there is."""
     return physical
@@ -147,6 +152,7 @@ TPU = Backend(
     devices=Devices(
         have_own_memory=True,
         memory_share=_all_of_it,
+        memory_reason=_nothing_to_say,
         pinned=_all_there_is,
         offload_refusal=_may_offload,
         topology=_topology,

@@ -1,4 +1,4 @@
-"""What a command line names: functions of the user's modules, pins, shares."""
+"""What a command line names: functions of the user's modules, plans, pins, shares."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jdelta._src.api.plan import Plan, load
 from jdelta._src.errors import PlanMismatchError
+
+if TYPE_CHECKING:
+    from jdelta._src.api.plan import Plan
 
 
 def function(text: str) -> Callable[..., Any]:
@@ -45,6 +47,8 @@ def plan_file(path: str) -> Plan:
     Raises:
         argparse.ArgumentTypeError: There is none.
     """
+    from jdelta._src.api.plan import load  # with JAX, which the help does not wait for
+
     try:
         return load(path)
     except (OSError, PlanMismatchError) as error:
@@ -55,6 +59,22 @@ def arguments(make: Callable[..., Any], *sizes: Any) -> tuple[Any, ...]:
     """The arguments of a step, as the user's function makes them: a tuple, or the only one."""
     step_args = make(*sizes)
     return tuple(step_args) if isinstance(step_args, (tuple, list)) else (step_args,)
+
+
+def argument(text: str) -> int | str:
+    """The number of an argument of a step, or its name."""
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
+def positive(text: str) -> int:
+    """A whole number above zero.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number above zero, got {text!r}")
+    return int(text)
 
 
 def pin(text: str) -> tuple[str, str]:

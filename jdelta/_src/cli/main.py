@@ -6,17 +6,24 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from jdelta._src.cli.commands import COMMANDS
+from jdelta._src.cli.quiet import hush
 from jdelta._src.errors import BudgetError, JdeltaError
 from jdelta._src.versions import DISTRIBUTION, __version__
-
-if TYPE_CHECKING:
-    from jdelta._src.cli.commands import Command
 
 _DESCRIPTION = "Plan a JAX training step to a memory budget, and look at plans."
 VERSION = f"jdelta {__version__}, the memory planner for JAX (installed as {DISTRIBUTION})"
 _EPILOG = """\
+`jdelta COMMAND --help` lists the options of a command.
+
+A step is named as MODULE:STEP; modules of the current directory count. --args names a function
+that makes its arguments, best as jax.ShapeDtypeStruct: nothing is allocated then. With train_step
+and make_args in mystep.py, for example:
+
+  jdelta oom mystep:train_step --args mystep:make_args --target tpu:v5e
+  jdelta plan mystep:train_step --args mystep:make_args --target tpu:v5e --budget 14GiB --donate 0
+
 exit status: 0 done; 1 `check` or `diff` found a difference; 2 the command line is wrong;
 3 nothing fits the budget; 4 any other error, said on standard error."""
 
@@ -30,12 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    from jdelta._src.cli import commands, output
+    hush()
+    options = _parser().parse_args(argv)
+    from jdelta._src.cli import answers, output  # with JAX, which the help does not wait for
 
-    options = _parser(commands.COMMANDS).parse_args(argv)
     try:
         with output.progress():
-            answer = options.run(options)
+            answer = answers.ANSWERS[options.command](options)
     except BudgetError as error:
         output.failed(str(error))
         return 3
@@ -50,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return answer.code
 
 
-def _parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jdelta",
         description=_DESCRIPTION,
@@ -58,10 +66,9 @@ def _parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=VERSION)
-    added = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in commands:
+    added = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
+    for command in COMMANDS:
         own = added.add_parser(command.name, help=command.help, description=command.help)
         own.add_argument("--json", action="store_true", help="print JSON")
         command.options(own)
-        own.set_defaults(run=command.run)
     return parser

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import textwrap
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jdelta._src.decision import Decision
-from jdelta._src.report.table import aligned, labelled
+from jdelta._src.report.table import WIDTH, aligned, labelled
 
 COLOURS = {
     Decision.SAVE: "green",
@@ -25,6 +26,10 @@ COLOURS = {
     Decision.RECOMPUTE: "yellow",
 }
 """Of decisions; chosen to be told apart on dark and on light terminals."""
+
+
+_WHOLE = 24
+"""Characters up to which names in the first column stay in one line: they are to be copied."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class Block:
         body: The cells, row by row.
         title: A line above.
         figures: What is said below by what it is.
-        notes: Lines below.
+        notes: Lines below, as they are.
+        prose: Sentences below, in lines as long as there is room.
     """
 
     head: Sequence[str] = ()
@@ -44,6 +50,7 @@ class Block:
     title: str = ""
     figures: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: Sequence[str] = ()
+    prose: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,8 @@ def _plain(console: Console, block: Block) -> None:
     lines = [block.title] if block.title else []
     lines += aligned(block.head, block.body) if block.head else []
     lines += [labelled(block.figures)] if block.figures else []
-    print("\n".join([*lines, *block.notes]))
+    prose = (textwrap.fill(text, WIDTH) for text in block.prose)
+    print("\n".join([*lines, *block.notes, *prose]))
 
 
 def _coloured(console: Console, block: Block) -> None:
@@ -85,8 +93,11 @@ def _coloured(console: Console, block: Block) -> None:
         console.print(Text(block.title, "bold"))
     if block.head:
         table = Table(box=None, header_style="dim", pad_edge=False)
-        for number, name in enumerate(block.head):
-            table.add_column(name, overflow="fold", ratio=2 if number == 0 else None)
+        longest = max((len(row[0]) for row in block.body), default=0)
+        first, *others = block.head
+        table.add_column(first, overflow="fold", ratio=2, min_width=min(longest, _WHOLE))
+        for name in others:
+            table.add_column(name, overflow="fold")
         for row in block.body:
             table.add_row(*map(_cell, row))
         console.print(table)
@@ -95,7 +106,7 @@ def _coloured(console: Console, block: Block) -> None:
         for label, text in block.figures.items():
             grid.add_row(Text(label, "dim", no_wrap=True), Text(text))
         console.print(grid)
-    for note in block.notes:
+    for note in (*block.notes, *block.prose):
         console.print(Text(note))
 
 

@@ -60,16 +60,18 @@ class Question:
 class ProgramIdentity:
     """Which program was planned.
 
-    For example ``ProgramIdentity(fingerprint="1f0c93a27b6d5e48",
+    For example ``ProgramIdentity(step="mystep:train_step", fingerprint="1f0c93a27b6d5e48",
     arguments=("w: float32[8,64]", "x: float32[32,8]"), versions=(("jdelta", "0.1.0"),
     ("jax", "0.10.2"), ("jaxlib", "0.10.2")))``.
 
     Attributes:
+        step: Module and name of the user's function; the name alone of one in a script.
         fingerprint: Digest of the plain program.
         arguments: Path, dtype, shape and sharding of each array among the arguments.
         versions: Of ``jdelta``, ``jax`` and ``jaxlib`` that staged and planned it.
     """
 
+    step: str = field(compare=False)
     fingerprint: str
     arguments: tuple[str, ...] = field(repr=False)
     versions: tuple[tuple[str, str], ...] = field(repr=False)

@@ -87,6 +87,14 @@ class Jitted:
         """What to call the step in messages."""
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
+    @property
+    def place(self) -> str:
+        """Where the step comes from: ``"mystep:train_step"``; its name alone in a script."""
+        own: Any = type(self.first[0]) if self.fun is _called else self.fun
+        module = getattr(own, "__module__", None) or ""
+        name = getattr(own, "__qualname__", self.name).replace("<locals>.", "")
+        return name if module in ("", "__main__") else f"{module}:{name}"
+
     @functools.cached_property
     def signature(self) -> inspect.Signature:
         """The parameters of a call, to bind one to."""

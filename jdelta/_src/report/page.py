@@ -13,6 +13,10 @@ from jdelta._src.plan.record import PlanRecord
 from jdelta._src.report.pictures import Grid, Moment, Picture
 from jdelta._src.report.rok import RokCurve, RokPoint, curves
 from jdelta._src.report.table import HEAD, cells, rows, summary_lines
+from jdelta._src.sizes import format_bytes
+
+_EXACT = 0.02
+"""Up to this part of a peak, simulation and compiler are taken to agree."""
 
 
 def page(
@@ -20,6 +24,7 @@ def page(
     picture: Picture | None,
     others: Mapping[str, PlanRecord],
     rok: Sequence[RokPoint] = (),
+    advice: Sequence[str] = (),
 ) -> str:
     """The page's HTML.
 
@@ -28,11 +33,14 @@ def page(
         picture: What its pictures of the step show; None leaves them out.
         others: Further plans to compare it with, by what to call them.
         rok: Measured runs to draw.
+        advice: What would help next, in sentences.
     """
     record = {
+        "advice": advice,
         "figures": list(summary_lines(plan).items()),
         "budget": plan.question.budget,
         "memory": _memory(picture) if picture else None,
+        "scale": _scale(plan, picture) if picture else "",
         "grid": _grid(picture.grid) if picture else None,
         "lanes": _lanes(picture.lanes) if picture else [],
         "plans": [_point(name, p) for name, p in {"this plan": plan, **others}.items()],
@@ -42,9 +50,41 @@ def page(
     }
     template = resources.files("jdelta._src.report").joinpath("page.html").read_text("utf-8")
     data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
-    return template.replace("{title}", html.escape(f"jdelta: {plan.question.target}")).replace(
-        '"{data}"', data
-    )
+    title, subtitle = map(html.escape, titles(plan))
+    filled = template.replace("{title}", title).replace("{subtitle}", subtitle)
+    return filled.replace('"{data}"', data)
+
+
+def titles(plan: PlanRecord) -> tuple[str, str]:
+    """Whose step it is, and what it was planned to: the page's title and the line below it."""
+    module, _, name = plan.program.step.rpartition(":")
+    question = plan.question
+    title = f"{name} in {module}" if module else name
+    subtitle = f"A jdelta plan to {format_bytes(question.budget)} per device on {question.target}"
+    return title, subtitle
+
+
+def _scale(plan: PlanRecord, picture: Picture) -> str:
+    """How the curves were scaled, where simulation and compiler differ; else empty."""
+    ceiling, peak = plan.search.ceiling, plan.figures.compiled_peak
+    is_compiled = "ceiling" not in plan.search.estimates
+    before, after = picture.simulated
+    pairs = [("the step with the plan", after, peak)]
+    pairs += [("the plain step", before, ceiling)] if is_compiled else []
+    differing = [
+        f"{which} comes to {format_bytes(simulated)} ({format_bytes(compiled)} compiled)"
+        for which, simulated, compiled in pairs
+        if abs(simulated - compiled) > _EXACT * compiled
+    ]
+    sentences = [
+        "" if is_compiled else "The plain step was not compiled: its peak is predicted.",
+        f"Simulated alone, {' and '.join(differing)}, for the simulation does not know all that a "
+        "compiler fuses, pads or keeps on the chip: curves are scaled to what was compiled, single "
+        "values keep their sizes."
+        if differing
+        else "",
+    ]
+    return " ".join(filter(None, sentences))
 
 
 def _memory(picture: Picture) -> dict[str, Any]:

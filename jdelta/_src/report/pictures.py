@@ -69,12 +69,15 @@ class Picture:
         plain: The simulated plain step, scaled so that its peak is what the plan
             says of it.
         planned: The planned step likewise: its peak is the compiled one.
+        simulated: The peaks of both before they were scaled, bytes: of the plain step and with the
+            plan.
         grid: Decisions.
         lanes: When compute and transfers run in the compiled schedule; empty without transfers.
     """
 
     plain: tuple[Moment, ...]
     planned: tuple[Moment, ...]
+    simulated: tuple[int, int]
     grid: Grid
     lanes: tuple[Span, ...]
 
@@ -97,15 +100,27 @@ def picture(plan: PlanRecord, call: Call) -> Picture:
     if plan.figures.overlap.transfers:
         program = compiled(plan, call, donate)
         lanes = read_lanes(parse(program.as_text() or ""), step.target.rates)
-    before = _reaching(plan.search.ceiling, moments(plain, step, trace.plan_name))
-    after = _reaching(plan.figures.compiled_peak, moments(planned, step))
-    return Picture(before, after, grid(plan), lanes)
+    before, after = moments(plain, step, trace.plan_name), moments(planned, step)
+    return Picture(
+        _reaching(plan.search.ceiling, before),
+        _reaching(plan.figures.compiled_peak, after),
+        (_highest(before), _highest(after)),
+        grid(plan),
+        lanes,
+    )
 
 
 def _reaching(peak: int, simulated: Sequence[Moment]) -> tuple[Moment, ...]:
-    """The simulated step, scaled to a peak in bytes: what fits is not drawn over its budget."""
-    highest = max((moment.bytes for moment in simulated), default=0)
-    return tuple(replace(m, bytes=round(m.bytes * peak / highest)) for m in simulated)
+    """The simulated step, scaled to a peak in bytes: what fits is not drawn over its budget.
+
+    Single buffers keep their sizes, which are known.
+    """
+    scale = peak / (_highest(simulated) or 1)
+    return tuple(replace(m, bytes=min(peak, round(m.bytes * scale))) for m in simulated)
+
+
+def _highest(line: Sequence[Moment]) -> int:
+    return max((moment.bytes for moment in line), default=0)
 
 
 def moments(line: Timeline, step: Step, rename: Callable[[Any], str] = str) -> tuple[Moment, ...]:
