@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jdelta._src.api.plan import Plan
 from jdelta._src.api.planning import plan
+from jdelta._src.api.progress import IS_LEAD, showing
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.search.history import History
+
+_LOG = logging.getLogger(__name__)
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 
@@ -36,6 +40,7 @@ def frontier(
     step_fn: Callable[..., Any],
     *args: Any,
     budgets: Sequence[int | float | str] = SHARES,
+    progress: bool = True,
     **options: Any,
 ) -> Frontier:
     """Plan a step to several budgets, down to its floor.
@@ -45,18 +50,22 @@ def frontier(
         *args: Arguments of the step, or their shapes.
         budgets: What to plan to, as in ``jdelta.plan``, largest first; those behind the first that
             is below the floor are not tried.
+        progress: As in ``jdelta.plan``; one line for all budgets.
         **options: Other arguments of ``jdelta.plan``, such as ``target``.
 
     Raises:
         JdeltaError: What ``jdelta.plan`` raises, but that a budget is below the floor.
     """
     plans: list[Plan] = []
-    options = {"history": History(), **options}
-    for budget in budgets:
-        try:
-            plans.append(plan(step_fn, budget, *args, **options))
-        except (BudgetError, TraceError) as error:
-            if error.floor is None:
-                raise
-            return Frontier(tuple(plans), error.floor)
+    options = {"history": History(), "progress": progress, **options}
+    with showing(progress):
+        for number, budget in enumerate(budgets, 1):
+            lead = "budget %s (%d of at most %d)"
+            _LOG.info(lead, budget, number, len(budgets), extra={IS_LEAD: True})
+            try:
+                plans.append(plan(step_fn, budget, *args, **options))
+            except (BudgetError, TraceError) as error:
+                if error.floor is None:
+                    raise
+                return Frontier(tuple(plans), error.floor)
     return Frontier(tuple(plans), None)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from jdelta._src.api.plan import Plan
 from jdelta._src.api.planning import plan
+from jdelta._src.api.progress import IS_LEAD, showing
 from jdelta._src.errors import BudgetError, TraceError
+
+_LOG = logging.getLogger(__name__)
 
 RESOLUTION = 32
 """A size is found up to one part in this many."""
@@ -62,6 +66,7 @@ def largest(
     *,
     overhead: float | None = 0.1,
     step: int = 1,
+    progress: bool = True,
     **options: Any,
 ) -> Largest:
     """The largest batch, or length, with which a step fits at little cost.
@@ -75,6 +80,7 @@ def largest(
         overhead: Largest predicted overhead, as a part of the plain step of that size; None for
             any.
         step: Only multiples of it are tried: the number of devices, say.
+        progress: As in ``jdelta.plan``; one line for all sizes.
         **options: Other arguments of ``jdelta.plan``, such as ``target``.
 
     Raises:
@@ -95,6 +101,7 @@ def largest(
     plans: dict[int, Plan] = {}
 
     def fits(size: int) -> bool:
+        _LOG.info("size %d (number %d)", size, len(tried) + 1, extra={IS_LEAD: True})
         try:
             candidate = plan(step_fn, budget, *make_args(size), **options)
         except (BudgetError, TraceError) as error:
@@ -106,5 +113,7 @@ def largest(
         plans[size] = candidate
         return overhead is None or candidate.overhead_share <= overhead
 
-    size = bisected(fits, step=step)
+    options["progress"] = progress
+    with showing(progress):
+        size = bisected(fits, step=step)
     return Largest(size, plans.get(size), tuple(tried))

@@ -30,11 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    from jdelta._src.api.progress import showing
     from jdelta._src.cli import commands, output
 
     options = _parser(commands.COMMANDS).parse_args(argv)
     try:
-        with output.progress():
+        with showing():
             answer = options.run(options)
     except BudgetError as error:
         output.failed(str(error))
