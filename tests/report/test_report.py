@@ -12,6 +12,7 @@ import pytest
 import jdelta
 from jdelta import Decision
 from jdelta._src.program.graph import labels
+from jdelta._src.report.table import WIDTH, printed
 from tests import small
 
 plot = pytest.importorskip("jdelta.plot", reason="needs matplotlib")
@@ -104,8 +105,8 @@ def test_names_cannot_break_out_of_the_page(plan):
 
 def test_a_notebook_shows_a_plan(plan):
     shown = plan._repr_html_()
-    assert shown.startswith("<iframe")
-    inner = html.unescape(re.search(r'srcdoc="(.*?)" style', shown, re.DOTALL)[1])
+    assert html.unescape(shown.partition("</pre>")[0]) == f"<pre>{printed(plan, WIDTH)}"
+    inner = html.unescape(re.search(r'srcdoc="(.*?)" loading', shown, re.DOTALL)[1])
     assert data_of(inner)["memory"] is None
 
 

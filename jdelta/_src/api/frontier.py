@@ -12,6 +12,7 @@ from jdelta._src.api.planning import plan
 from jdelta._src.api.progress import IS_LEAD, showing
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.search.history import History
+from jdelta._src.sizes import format_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,10 +31,24 @@ class Frontier:
     plans: tuple[Plan, ...]
     floor: int | None
 
+    def __repr__(self) -> str:
+        """The frontier in a line."""
+        if not self.plans:
+            return f"<jdelta.Frontier: no plan{_floor(self.floor)}>"
+        peaks = [plan.compiled_peak for plan in self.plans]
+        return (
+            f"<jdelta.Frontier: {len(peaks)} plan{'' if len(peaks) == 1 else 's'} from "
+            f"{format_bytes(max(peaks))} to {format_bytes(min(peaks))}{_floor(self.floor)}>"
+        )
+
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
         """Compiled peak in bytes, and overhead as a part of the plain step, of each plan."""
         return tuple((p.compiled_peak, p.overhead_share) for p in self.plans)
+
+
+def _floor(floor: int | None) -> str:
+    return "" if floor is None else f", floor {format_bytes(floor)}"
 
 
 def frontier(

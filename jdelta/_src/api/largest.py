@@ -58,6 +58,10 @@ class Largest:
     plan: Plan | None
     tried: tuple[tuple[int, int | None, float | None], ...]
 
+    def __repr__(self) -> str:
+        """The outcome in a line."""
+        return f"<jdelta.Largest: size {self.size} of {len(self.tried)} tried, {self.plan!r}>"
+
 
 def largest(
     step_fn: Callable[..., Any],

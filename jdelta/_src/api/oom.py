@@ -22,6 +22,7 @@ from jdelta._src.plan.user_step import OPTIONS, jitted
 from jdelta._src.program.graph import labels
 from jdelta._src.regions.trace import Trace, trace
 from jdelta._src.report.table import NUMBERED, aligned
+from jdelta._src.search.advice import donation
 from jdelta._src.sizes import format_array, format_bytes, format_seconds
 
 _SHOWN = 12
@@ -69,6 +70,11 @@ class OutOfMemory:
     floor: int | None
     remedies: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        """The report in a line."""
+        needed, memory = map(format_bytes, (self.needed, self.memory))
+        return f"<jdelta.OutOfMemory: {needed} needed of {memory} on {self.target}>"
+
     def __str__(self) -> str:
         """The report as text."""
         return "\n".join(self._lines())
@@ -115,7 +121,7 @@ def explain_oom(
     call = call_of(asked, args, own)
     where = resolve(target, call.placed)
     call = call.abstract(where)
-    step = Step(call.fun, call.args, call.donated(asked.donate), where, {})
+    step = Step(call.fun, call.args, call.donated(asked.donate), where, {}, names=call.names)
     step_trace = trace(call.fun, *call.args, platform=where.platform)
     line = timeline(step_trace.graph, Compiler(where.backend))
     needed = line.peak + fixed_bytes(step_trace.graph, step)
@@ -135,7 +141,7 @@ def explain_oom(
         alive=tuple(sorted(alive, key=lambda a: -a.bytes)),
         plan=fitting_plan,
         floor=floor,
-        remedies=tuple(_remedies(step, needed, fitting_plan, floor, step_trace.uncut)),
+        remedies=tuple(_remedies(step, step_trace, needed, fitting_plan, floor)),
     )
 
 
@@ -185,15 +191,13 @@ def _alike(name: str) -> str:
 
 
 def _remedies(
-    step: Step, needed: int, fitting_plan: Plan | None, floor: int | None, uncut: str
+    step: Step, step_trace: Trace, needed: int, fitting_plan: Plan | None, floor: int | None
 ) -> Iterator[str]:
     target = step.target
     if needed <= target.memory:
         yield "By this prediction the plain step fits: nothing has to be done."
-    if not step.donate and (same := _donatable(step)):
-        yield (
-            f"Donate what the step returns anew (donate_argnums): up to {format_bytes(same)} less."
-        )
+    if advice := donation(step_trace.graph, step, needed):
+        yield f"Donate {advice}."
     if fitting_plan is not None and fitting_plan.policy is not None:
         yield (
             f"jdelta.jit(step_fn, budget={fitting_plan.budget}) fits with a compiled peak of "
@@ -202,21 +206,9 @@ def _remedies(
             f"({fitting_plan.overhead_share:.1%}, predicted)."
         )
     if floor is not None:
-        yield from (uncut,) if uncut else ()
+        yield from (step_trace.uncut,) if step_trace.uncut else ()
         yield (
             f"No plan fits: the least that planning reaches is {format_bytes(floor)}. "
             f"Make the batch smaller, or spread the step over {math.ceil(floor / target.memory)} "
             "or more devices (what is alike on each of them is not divided)."
         )
-
-
-def _donatable(step: Step) -> int:
-    """Bytes of results that have the shape of an argument."""
-    argument_kinds = Counter(map(_kind, jax.tree.leaves(step.args)))
-    leaves: list[Any] = jax.tree.leaves(jax.eval_shape(step.fun, *step.args))
-    taken = argument_kinds & Counter(map(_kind, leaves))
-    return sum(n * math.prod(shape) * dtype.itemsize for (shape, dtype), n in taken.items())
-
-
-def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    return tuple(leaf.shape), leaf.dtype

@@ -37,6 +37,7 @@ from jdelta._src.residuals.items import Items
 from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.search import updates_in_loops
+from jdelta._src.search.advice import hint
 from jdelta._src.search.candidate import Found
 from jdelta._src.search.gate import Limits, verify
 from jdelta._src.search.groupings import Planning
@@ -385,6 +386,7 @@ def _plan_for(
             outside=step_trace.outside,
             out_shardings=out_shardings,
             recorded=step_trace.recorded,
+            names=call.names,
         )
 
     history = history or History()
@@ -444,6 +446,7 @@ def _plan_for(
             estimates=result.estimates,
             result=_result(result, search.items),
             compiles=result.compiles,
+            hint=hint(best, search.step, search.items.residuals),
         ),
         _step=asked,
         _call=call,
@@ -470,7 +473,7 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
 
 def _result(search_result: Found, items: Items) -> str:
     if search_result.best.decisions is None:
-        return "The plain step fits: nothing is rematerialised."
+        return "The plain step fits: nothing is computed again."
     if all(r.name in items.pinned or r.region_input for r in items.residuals if r.needed):
         return "The decisions fit; all of them were taken by hand (pin=)."
     result = (search_result.best.outcome or Outcome.HEURISTIC).value

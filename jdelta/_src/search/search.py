@@ -155,7 +155,7 @@ class Search:
         if plain := self._fitting_plain(bound):
             return self._as_it_is(plain, bound)
         if not self.items.residuals:
-            raise nothing_kept(bound, self._compiled_plain(), self.trace.uncut)
+            raise nothing_kept(bound, self._compiled_plain(), self.proposals)
         try:
             best, floor = self._improve(bound, most)
         except BudgetError as error:
@@ -296,8 +296,7 @@ class Search:
             return self._outcome(best, bound, best)
         if self._is_free and error.floor is not None and plain.peak < error.floor:
             floor = self.attempts.compile(self.proposals.floor())
-            residuals, backend = self.items.residuals, self.step.target.backend
-            raise above_plain(bound, plain, floor, residuals, backend) from None
+            raise above_plain(bound, plain, floor, self.proposals) from None
         raise error
 
     def _known(self, bound: int, floor: Candidate) -> Candidate | None:
