@@ -30,8 +30,8 @@ _GIBIBYTES = 256
 """Bytes that no step fits either: an integer below is a size in GiB that lacks its unit."""
 
 _EXPECTED = (
-    "expected bytes (an int), a size such as '14GiB' or '14GB', or a share of the "
-    "un-rematerialised step's peak such as 0.5 or '50%'"
+    "expected bytes (an int), a size such as '14GiB' or '14GB', or a share of what the step takes "
+    "without jdelta, such as 0.5 or '50%'"
 )
 
 
@@ -41,7 +41,7 @@ class Budget:
 
     Attributes:
         bytes: The bound in bytes.
-        share: The bound as a share of the un-rematerialised step's compiled peak, in (0, 1].
+        share: The bound as a share of the plain step's compiled peak, in (0, 1].
     """
 
     bytes: int | None = None

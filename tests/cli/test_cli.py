@@ -241,7 +241,7 @@ def test_oom_advises_to_donate_what_is_not_donated(capsys):
         record(capsys, "oom", *STEP, "--budget", "0.6", *words)["remedies"][0]
         for words in ([], ["--donate", "0"], ["--donate", "w"])
     ]
-    assert "Donate w, which the step returns anew (donate_argnums=0)" in advised[0]
+    assert "Donate w (donate_argnums; up to 512.0 KiB less)" in advised[0]
     assert not any("onate" in other for other in advised[1:])
 
 

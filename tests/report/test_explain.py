@@ -216,7 +216,7 @@ def test_what_an_operation_takes_for_itself_is_named():
 
 
 def test_oom_says_what_would_help():
-    args = small.make_args(1 << 20)
+    args = small.make_args(2048)
     undonated = jdelta.explain_oom(small.step, *args, target="cpu")
     assert any("donate_argnums" in remedy for remedy in undonated.remedies)
     donated = jdelta.explain_oom(small.step, *args, target="cpu", donate_argnums=0)

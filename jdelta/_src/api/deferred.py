@@ -32,6 +32,10 @@ class DeferredPlan:
     _step: Jitted = field(hash=False, repr=False)
     _make: Callable[..., Plan] = field(repr=False)
 
+    def __repr__(self) -> str:
+        """The plan in a line."""
+        return f"<jdelta.DeferredPlan: {self._step.name}, {_asked(self.budget, self.options)}>"
+
     def jit(
         self,
         *,
@@ -47,7 +51,8 @@ class DeferredPlan:
         donated = together(donate_argnums, donate_argnames)
         donate = self._step.donate if donated is None else self._step.normal("donate", donated)
         step = replace(self._step, donate=donate)
-        deferred = _Deferred(step, functools.partial(self._make, step, self.budget, **self.options))
+        plan_of = functools.partial(self._make, step, self.budget, **self.options)
+        deferred = _Deferred(step, plan_of, _asked(self.budget, self.options))
         return functools.update_wrapper(deferred, self.step_fn, updated=())
 
     def __call__(self, /, *_: Any, **__: Any) -> Any:
@@ -59,11 +64,19 @@ class DeferredPlan:
         )
 
 
+def _asked(budget: int | float | str | None, options: Mapping[str, Any]) -> str:
+    """What is asked of a plan, in short: ``budget '14GiB' on tpu:v5e:2x2``."""
+    target = options.get("target")
+    what = "all memory but 5 %" if budget is None else f"budget {budget!r}"
+    return f"{what} on {target}" if target else what
+
+
 class _Deferred:
     """Plans a step once for each set of shapes it is called with."""
 
-    def __init__(self, step: Jitted, plan_of: Callable[[Call], Plan]):
+    def __init__(self, step: Jitted, plan_of: Callable[[Call], Plan], asked: str):
         self._step = step
+        self._asked = asked
         self._plan_of = plan_of
         self._steps: dict[Any, PlannedStep] = {}
         self._planning = threading.RLock()  # so that several threads make one plan
@@ -83,6 +96,11 @@ class _Deferred:
                 self.plans.append(plan)
                 self._steps[call.key] = plan.jit()
             return self._steps[call.key]
+
+    def __repr__(self) -> str:
+        count = len(self.plans)
+        count_text = f"{count} plan{'' if count == 1 else 's'} made"
+        return f"<jdelta.jit step: {self._step.name}, {self._asked}, {count_text}>"
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A method's step, where it stands in a class."""

@@ -12,16 +12,17 @@ import jax
 
 from jdelta._src.api.plan import Plan
 from jdelta._src.api.planning import plan
+from jdelta._src.api.progress import IS_LEAD, showing
 from jdelta._src.errors import ArgumentError, BudgetError, TraceError
 from jdelta._src.sizes import format_bytes
+
+_LOG = logging.getLogger(__name__)
 
 RESOLUTION = 32
 """A size is found up to one part in this many."""
 
 MOST = 30
 """Sizes that are tried at most: from 1 that is 33 million, and then as exact as `RESOLUTION`."""
-
-_LOG = logging.getLogger(__name__)
 
 
 def bisected(
@@ -76,6 +77,10 @@ class Largest:
     tried: tuple[tuple[int, int | None, float | None], ...]
     too_large: int | None
 
+    def __repr__(self) -> str:
+        """The outcome in a line."""
+        return f"<jdelta.Largest: size {self.size} of {len(self.tried)} tried, {self.plan!r}>"
+
 
 def largest(
     step_fn: Callable[..., Any],
@@ -85,6 +90,7 @@ def largest(
     overhead: float | None = 0.1,
     step: int = 1,
     most: int = MOST,
+    progress: bool = True,
     **options: Any,
 ) -> Largest:
     """The largest batch, or length, with which a step fits at little cost.
@@ -100,6 +106,7 @@ def largest(
             any.
         step: Only multiples of it are tried: the number of devices, say.
         most: How many sizes are tried at most.
+        progress: As in ``jdelta.plan``; one line for all sizes.
         **options: Other arguments of ``jdelta.plan``, such as ``target``.
 
     Raises:
@@ -122,6 +129,7 @@ def largest(
     sizes: dict[str, int] = {}
 
     def fits(size: int) -> bool:
+        _LOG.info("size %d (number %d)", size, len(tried) + 1, extra={IS_LEAD: True})
         args = make_args(size)
         other = sizes.setdefault(_kinds(args), size)
         if other != size:
@@ -144,7 +152,9 @@ def largest(
         _LOG.info("size %d takes %s, %s more time", size, format_bytes(peak), f"{added:.1%}")
         return is_cheap
 
-    size = bisected(fits, step=step, most=most)
+    options["progress"] = progress
+    with showing(progress):
+        size = bisected(fits, step=step, most=most)
     above = [other for other, *_ in tried if other > size]
     return Largest(size, plans.get(size), tuple(tried), min(above, default=None))
 

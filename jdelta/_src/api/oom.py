@@ -23,8 +23,8 @@ from jdelta._src.plan.call import Call, call_of
 from jdelta._src.plan.user_step import OPTIONS, jitted
 from jdelta._src.program.graph import labels
 from jdelta._src.regions.trace import Trace, trace
-from jdelta._src.report.advice import donations
 from jdelta._src.report.table import NUMBERED, WIDTH, aligned
+from jdelta._src.search.advice import donation
 from jdelta._src.sizes import format_array, format_bytes, format_seconds, parse_budget
 
 _SHOWN = 12
@@ -76,6 +76,11 @@ class OutOfMemory:
     plan: Plan | None
     floor: int | None
     remedies: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """The report in a line."""
+        needed, memory = map(format_bytes, (self.needed, self.memory))
+        return f"<jdelta.OutOfMemory: {needed} needed of {memory} on {self.target}>"
 
     def __str__(self) -> str:
         """The report as text."""
@@ -135,7 +140,7 @@ def explain_oom(
     call = call_of(asked, args, own)
     where = resolve(target, call.placed)
     call = call.abstract(where)
-    step = Step(call.fun, call.args, call.donated(asked.donate), where, {})
+    step = Step(call.fun, call.args, call.donated(asked.donate), where, {}, names=call.names)
     step_trace = trace(call.fun, *call.args, platform=where.platform)
     line = timeline(step_trace.graph, Compiler(where.backend))
     needed = line.peak + fixed_bytes(step_trace.graph, step)
@@ -153,7 +158,8 @@ def explain_oom(
         room = bound.bytes or (fitting_plan.budget if fitting_plan else share)
     alive = [*_arguments(call), *_temporaries(line, step_trace)]
     remedies = [] if needed > room else [_NOTHING_TO_DO]
-    remedies += donations(call, step.donate)
+    if to_donate := donation(step_trace.graph, step, needed):
+        remedies.append(f"Donate {to_donate}.")
     remedies += _ways_to_fit(fitting_plan, floor, room, step_trace.uncut)
     return OutOfMemory(
         target=where.name,

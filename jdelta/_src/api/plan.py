@@ -29,7 +29,7 @@ from jdelta._src.report.export import export
 from jdelta._src.report.page import page
 from jdelta._src.report.pictures import Picture, picture
 from jdelta._src.report.rok import RokPoint
-from jdelta._src.report.table import format_table, rows, summary
+from jdelta._src.report.table import WIDTH, in_one_line, printed
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.spill import Spill, SpillRates
 
@@ -427,7 +427,7 @@ class Plan(PlanRecord):
             rok: Measured runs, to draw throughput over activation memory.
         """
         shown = picture(self, self._call) if self._call is not None else None
-        text = page(self, shown, others, rok, advice(self, shown, self._call))
+        text = page(self, shown, others, rok, advice(self))
         Path(path).write_text(text, encoding="utf-8")
 
     def picture(self) -> Picture:
@@ -444,13 +444,28 @@ class Plan(PlanRecord):
         return picture(self, self._call)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page without pictures of the step."""
-        content = html.escape(page(self, None, {}, advice=advice(self, None, None)))
-        return f'<iframe srcdoc="{content}" style="width:100%;height:32rem;border:0"></iframe>'
+        """What a notebook shows: the plan as it is printed, and folded below it the page.
+
+        Without pictures of the step, which take a trace.
+        """
+        content = html.escape(page(self, None, {}, advice=advice(self)))
+        return (
+            f"<pre>{html.escape(str(printed(self, WIDTH)))}</pre>"
+            "<details><summary>every residual, and how the plan was found</summary>"
+            f'<iframe srcdoc="{content}" loading="lazy" '
+            'style="width:100%;height:32rem;border:0"></iframe></details>'
+        )
 
     def __str__(self) -> str:
-        """The plan's table, and its figures for the whole step."""
-        return f"{format_table(rows(self.residuals, self.decisions))}\n\n{summary(self)}"
+        """Whether it fits and what it costs, its table, and its figures for the whole step.
+
+        In the terminal's width, and in no more lines than a terminal shows at once.
+        """
+        return str(printed(self))
+
+    def __repr__(self) -> str:
+        """The plan in a line."""
+        return f"<jdelta.Plan: {in_one_line(self)}>"
 
 
 def load(path: str) -> Plan:

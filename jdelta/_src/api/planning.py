@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import numbers
 import os
@@ -18,6 +20,7 @@ from jdelta._src.api.collector import collecting_seldom
 from jdelta._src.api.deferred import DeferredPlan
 from jdelta._src.api.job import Job, Terms
 from jdelta._src.api.plan import Plan
+from jdelta._src.api.progress import showing
 from jdelta._src.backends.target import Target, is_on_host, resolve
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, BudgetError
@@ -34,6 +37,7 @@ from jdelta._src.residuals.items import Items
 from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.search import updates_in_loops
+from jdelta._src.search.advice import hint
 from jdelta._src.search.candidate import Found
 from jdelta._src.search.gate import Limits, verify
 from jdelta._src.search.groupings import Planning
@@ -43,6 +47,8 @@ from jdelta._src.solver import DEFAULT_SOLVER, SOLVERS, Solver, solver_name
 from jdelta._src.solver.solution import Outcome
 from jdelta._src.spill import Spill, SpillRates, Store, rates_of
 from jdelta._src.versions import versions
+
+_LOG = logging.getLogger(__name__)
 
 MARGIN = 0.05
 """Share of a target's memory left to allocator and runtime when no budget is given."""
@@ -68,6 +74,7 @@ _KINDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "spill": ("a directory or a jdelta.Spill", (str, os.PathLike, Spill, NoneType)),
     "reorder": ("True or False", (bool, np.bool_)),
     "history": ("a jdelta.History", (History, NoneType)),
+    "progress": ("True or False", (bool, np.bool_)),
 }
 """What each of jdelta's own options takes."""
 
@@ -93,6 +100,7 @@ def plan(
     spill: str | Spill | None = None,
     reorder: bool = False,
     history: History | None = None,
+    progress: bool = True,
 ) -> DeferredPlan: ...
 @overload
 def plan(
@@ -115,6 +123,7 @@ def plan(
     spill: str | Spill | None = None,
     reorder: bool = False,
     history: History | None = None,
+    progress: bool = True,
     **named: Any,
 ) -> Plan: ...
 def plan(
@@ -135,6 +144,7 @@ def plan(
     spill: str | Spill | None = None,
     reorder: bool = False,
     history: History | None = None,
+    progress: bool = True,
     **named: Any,
 ) -> Plan | DeferredPlan:
     """Plan a training step to a memory budget, compile it under the plan and check it.
@@ -186,6 +196,9 @@ def plan(
         history: What plans of the same step with other budgets have learnt, a ``jdelta.History()``
             that is given to each of them: a plan that was found for a smaller budget is not missed
             then. Default: the plan depends on the other arguments alone.
+        progress: Whether a line says meanwhile what is done: on a terminal (standard error) and in
+            a notebook, gone at the end. Elsewhere nothing is shown. The logger ``jdelta`` is told
+            the same at INFO, whatever this says.
         **named: Arguments of the step that are given by name.
 
     Returns:
@@ -236,6 +249,7 @@ def plan(
         "spill": spill,
         "reorder": reorder,
         "history": history,
+        "progress": progress,
     }
     check_options(step, named, _OPTIONS)
     for option, (expected, kinds) in _KINDS.items():
@@ -308,11 +322,14 @@ def _plan(
     call: Call,
     *,
     target: str | None,
+    progress: bool,
     **options: Any,
 ) -> Plan:
-    where = resolve(target, call.placed)
-    job = Job.of(where.devices(), ahead_of_time=where.ahead_of_time)
-    with job.failing_together():
+    with contextlib.ExitStack() as during:
+        during.enter_context(showing(progress))
+        where = resolve(target, call.placed)
+        job = Job.of(where.devices(), ahead_of_time=where.ahead_of_time)
+        during.enter_context(job.failing_together())
         plan = _plan_for(job, where, asked, budget, call.abstract(where), **options)
         decisions = sorted((name, decision.value) for name, decision in plan.decisions.items())
         job.check_alike(f"{plan.program.fingerprint} {plan.budget} {decisions}")
@@ -370,6 +387,7 @@ def _plan_for(
             outside=step_trace.outside,
             out_shardings=out_shardings,
             recorded=step_trace.recorded,
+            names=call.names,
         )
 
     history = history or History()
@@ -432,6 +450,7 @@ def _plan_for(
             estimates=result.estimates,
             result=_result(result, search.items),
             compiles=result.compiles,
+            hint=hint(best, search.step, search.items.residuals),
         ),
         _step=asked,
         _call=call,
@@ -452,12 +471,13 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
         return None, None
     calls = target.backend.spilling.by_callback
     check_handlers(target)
+    _LOG.info("measuring how fast %s is", spill.path)
     return Store(spill, by_callback=calls), rates_of(spill)
 
 
 def _result(search_result: Found, items: Items) -> str:
     if search_result.best.decisions is None:
-        return "The plain step fits: nothing is rematerialised."
+        return "The plain step fits: nothing is computed again."
     if all(r.name in items.pinned or r.region_input for r in items.residuals if r.needed):
         return "The decisions fit; all of them were taken by hand (pin=)."
     result = (search_result.best.outcome or Outcome.HEURISTIC).value

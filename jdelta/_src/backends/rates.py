@@ -1,6 +1,7 @@
 """Rates measured on the device at hand."""
 
 import dataclasses
+import logging
 import os
 import platform
 import time
@@ -19,6 +20,8 @@ from jdelta._src import cache
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.platforms import backend_of, platform_of
 from jdelta._src.versions import version
+
+_LOG = logging.getLogger(__name__)
 
 Device: TypeAlias = Any
 """A ``jax.Device``, whose type JAX does not declare."""
@@ -76,6 +79,7 @@ def measured_rates(device: Device, published: Rates | None) -> Rates:
     )
     rates = _known(name)
     if rates is None:
+        _LOG.info("measuring how fast %s is", device.device_kind)
         rates = _timed(local)
         cache.write("rates", name, dict(zip(_fields(), _flat(rates), strict=True)))
     if jax.process_count() > 1:

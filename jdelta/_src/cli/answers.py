@@ -19,7 +19,7 @@ from jdelta._src.cli import loading
 from jdelta._src.cli.output import Answer, Block
 from jdelta._src.plan.planned_step import recompiled
 from jdelta._src.report import explain, export
-from jdelta._src.report.table import HEAD, NUMBERED, rows, shown, summary_lines, text_cells
+from jdelta._src.report.table import HEAD, NUMBERED, printed
 from jdelta._src.sizes import format_bytes, format_seconds
 
 Options = argparse.Namespace
@@ -89,10 +89,12 @@ def figures(step_plan: Plan) -> dict[str, Any]:
 
 
 def _table(step_plan: Plan) -> list[Block]:
-    visible, rest = shown(rows(step_plan.residuals, step_plan.decisions))
+    parts = printed(step_plan)
+    table = Block(HEAD, parts.body, notes=[parts.rest] if parts.rest else [])
     return [
-        Block(HEAD, list(map(text_cells, visible)), notes=[rest] if rest else []),
-        Block(figures=summary_lines(step_plan)),
+        Block(notes=parts.title.splitlines()),
+        table if parts.body else Block(notes=parts.table.splitlines()),
+        Block(figures=parts.figures),
     ]
 
 

@@ -39,10 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     hush()
     options = _parser().parse_args(argv)
-    from jdelta._src.cli import answers, output  # with JAX, which the help does not wait for
+    from jdelta._src.api.progress import showing  # with JAX, which the help does not wait for
+    from jdelta._src.cli import answers, output
 
     try:
-        with output.progress():
+        with showing():
             answer = answers.ANSWERS[options.command](options)
     except BudgetError as error:
         output.failed(str(error))

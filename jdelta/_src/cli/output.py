@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import textwrap
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -113,37 +110,6 @@ def _coloured(console: Console, block: Block) -> None:
 def _cell(text: str) -> Text:
     styles = {decision.value: colour for decision, colour in COLOURS.items()}
     return Text(text, styles.get(text, ""))
-
-
-@contextmanager
-def progress() -> Generator[None]:
-    """Show on standard error what jdelta is doing, as its log tells; nothing in a pipe."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    logger = logging.getLogger("jdelta")
-    before = logger.level
-    with console.status("starting") as status:
-        handler = _ToStatus(status)
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(before)
-
-
-class _ToStatus(logging.Handler):
-    """Writes each message over the one before."""
-
-    def __init__(self, status: Status):
-        super().__init__()
-        self._status = status
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._status.update(Text(self.format(record)))
 
 
 def failed(message: str) -> None:

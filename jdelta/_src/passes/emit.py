@@ -55,6 +55,7 @@ class Step:
             computed outside of it.
         out_shardings: Where its results are to be, as in ``jax.jit``.
         recorded: Its program as it was recorded; None where plans are not made of it.
+        names: What the user calls each of ``args``, for messages; empty where that is not known.
     """
 
     fun: Callable[..., Any]
@@ -69,6 +70,7 @@ class Step:
     outside: bool = False
     out_shardings: Any = None
     recorded: Recorded | None = None
+    names: tuple[str, ...] = ()
 
     def jitted(self, fun: Callable[..., Any]) -> Any:
         """A function of the step's arguments with its results, as it is to be compiled."""

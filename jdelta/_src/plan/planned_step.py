@@ -49,6 +49,9 @@ class PlannedStep:
         self._refs = tuple(": ref " in line for line in plan.program.arguments)
         functools.update_wrapper(self, step.fun, updated=())
 
+    def __repr__(self) -> str:
+        return f"<jdelta step: {self._step.name} under {self.plan!r}>"
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(call_of(self._step, args, kwargs))
 

@@ -49,7 +49,7 @@ class Question:
     donate_argnums: Arguments
     static: Arguments = field(repr=False)
     solver: str = field(compare=False)
-    pins: tuple[tuple[str, Decision], ...] = field(compare=False)
+    pins: tuple[tuple[str, Decision], ...] = field(compare=False, repr=False)
     host_budget: int | None = field(compare=False)
     per_layer: bool = field(compare=False)
     spill: Spill | None
@@ -158,7 +158,7 @@ class SearchRecord:
     """Between which bounds the plan was searched, and how that ended.
 
     For example ``SearchRecord(floor=5 << 30, ceiling=14 << 30, estimates=("floor",),
-    result="The plain step fits: nothing is rematerialised.", compiles=3)``.
+    result="The plain step fits: nothing is computed again.", compiles=3, hint="")``.
 
     Attributes:
         floor: Least peak that recompute reaches, bytes per device.
@@ -166,6 +166,7 @@ class SearchRecord:
         estimates: Which of ``floor`` and ``ceiling`` are predictions.
         result: How the search ended, and what to do about it.
         compiles: Programs compiled to find the plan.
+        hint: What would lower the peak, in a sentence; empty where nothing is known.
     """
 
     floor: int
@@ -173,6 +174,7 @@ class SearchRecord:
     estimates: tuple[str, ...]
     result: str
     compiles: int
+    hint: str = field(compare=False)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,17 @@ class Policy:
     together: frozenset[str] = frozenset()
     levels: tuple[tuple[str, int], ...] = ()
 
+    def __repr__(self) -> str:
+        """The policy in a line."""
+        counts = {
+            "saved": self.saved,
+            "offloaded": self.offloaded,
+            "spilled": self.spilled,
+            "recomputed": self.recomputed,
+        }
+        parts = [f"{len(names)} {what}" for what, names in counts.items() if names]
+        return f"<jdelta policy: {', '.join(parts) or 'nothing decided'}>"
+
     @classmethod
     def of(
         cls,

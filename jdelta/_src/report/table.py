@@ -1,13 +1,14 @@
-"""A plan as text: one row for residuals that are alike, then the figures of the whole step."""
+"""A plan as text: whether it fits, one row for residuals that are alike, then its figures."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
+import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from jdelta._src.backends.platforms import backend_of
@@ -24,7 +25,11 @@ NUMBERED = re.compile(r"(?<=_)\d+(?=/|$)|(?<![^/])\d+(?=/|$)")
 HEAD = ("residual", "count", "shape", "bytes", "decision", "line", "why")
 """Titles of the table's columns."""
 WIDTH = 100
-"""Characters in a line of the table; a name that is too long for its column has its own line."""
+"""Characters in a line where there is no terminal that says how many it has."""
+LEAST_WIDTH = 40
+"""Characters in a line of the narrowest terminal that is thought of."""
+MOST_LINES = 25
+"""Lines of a printed plan: what a terminal shows at once."""
 
 NO_ROWS = "The step keeps nothing for a backward pass: there is nothing to decide."
 """What to say in place of a table without rows."""
@@ -32,6 +37,10 @@ NO_ROWS = "The step keeps nothing for a backward pass: there is nothing to decid
 _LINE = 15  # characters of the place in the user's code
 _LABEL = 14  # characters that the label of a figure takes
 _SMALL = 0.002
+_NO_BREAK = "\u00a0"
+_IN_HEADLINE = ("target", "budget")  # figures that are not printed twice
+_DROPPED_FIRST = ("line", "shape", "count")  # columns, where names need their room
+_MOST_LINES_OF = {"headline": 3, "hint": 2, "figure": 3}  # each, once it is wrapped
 _ORDER = {Decision.SAVE: 0, Decision.OFFLOAD: 1, Decision.SPILL: 2, Decision.RECOMPUTE: 3}
 
 
@@ -73,14 +82,14 @@ class Row:
         seconds = format_seconds(self.seconds)
         if self.sample.region_input:
             is_dropped = self.decision is Decision.RECOMPUTE
-            return "from earlier regions" if is_dropped else "enters a region"
+            return "recomputed from earlier regions" if is_dropped else "input of the region"
         if self.decision is not Decision.RECOMPUTE:
-            return f"saves {seconds}"
+            return f"spares {seconds}"
         if not self.sample.needed:
-            return "read only through others"
+            return "only others are made of it"
         if self.holding > self.seconds:
-            return f"{seconds}, saving takes {format_seconds(self.holding)}"
-        return f"takes {seconds}" if self.seconds else "fused where it is read"
+            return f"costs {seconds}, saving takes {format_seconds(self.holding)}"
+        return f"costs {seconds}" if self.seconds else "free: computed where it is read"
 
 
 def rows(residuals: Sequence[Residual], decisions: Mapping[str, Decision]) -> list[Row]:
@@ -136,13 +145,147 @@ def _fitting(pattern: str, residuals: Sequence[Residual]) -> int:
     return len(fnmatch.filter([r.label for r in residuals], pattern))
 
 
-def format_table(table: Sequence[Row]) -> str:
-    """The rows as aligned text; small ones, and those no decision is needed for, in one line."""
-    if not table:
-        return NO_ROWS
+def terminal_width() -> int:
+    """Characters in a line: what the terminal has, or `WIDTH` in a pipe, a file or a notebook."""
+    return max(LEAST_WIDTH, shutil.get_terminal_size((WIDTH, MOST_LINES)).columns)
+
+
+@dataclass(frozen=True)
+class Printed:
+    """The parts of a printed plan, in `MOST_LINES` lines of a given width.
+
+    Attributes:
+        headline: Whether it fits, what it costs, what was compiled.
+        hint: What would lower the peak; empty where nothing is known.
+        body: Rows of the table, under `HEAD`. A column without a cell is left out.
+        rest: A line about the rows that are left out; empty if there are none.
+        figures: What is said below by what it is.
+        width: Characters in a line.
+    """
+
+    headline: str
+    hint: str
+    body: Sequence[tuple[str, ...]]
+    rest: str
+    figures: Mapping[str, str]
+    width: int
+
+    def __str__(self) -> str:
+        """The plan as it is printed."""
+        return "\n\n".join(filter(None, (self.title, self.table, self._labelled())))
+
+    @property
+    def title(self) -> str:
+        """What stands above the table."""
+        parts = {"headline": self.headline, "hint": self.hint}
+        return "\n".join(
+            wrapped(text, self.width, _MOST_LINES_OF[part]) for part, text in parts.items() if text
+        )
+
+    @property
+    def table(self) -> str:
+        """The rows as aligned text."""
+        if not self.body:
+            return wrapped(self.rest or NO_ROWS, self.width)
+        lines = aligned(HEAD, self.body, self.width)
+        return "\n".join([*lines, wrapped(self.rest, self.width)] if self.rest else lines)
+
+    def _labelled(self) -> str:
+        return labelled(self.figures, self.width)
+
+
+def printed(plan: PlanRecord, width: int | None = None) -> Printed:
+    """The parts of a plan that there is room for.
+
+    Rows of the table make room for all else, the smallest first; figures are cut where even that
+    is not enough.
+
+    Args:
+        plan: The plan.
+        width: Characters in a line; default: those of the terminal.
+    """
+    width = terminal_width() if width is None else width
+    table = rows(plan.answer.residuals, plan.decisions)
     visible, rest = shown(table)
-    lines = aligned(HEAD, list(map(text_cells, visible)))
-    return "\n".join([*lines, rest] if rest else lines)
+    figures = summary_lines(plan)
+    shown_figures = {
+        label: _shortened(text, width - _LABEL, _MOST_LINES_OF["figure"])
+        for label, text in figures.items()
+        if label not in _IN_HEADLINE
+    }
+    parts = Printed(headline(plan), _hint(plan), (), "", shown_figures, width)
+    for count in range(len(visible), -1, -1):
+        left = sorted(visible, key=lambda row: -row.bytes)[:count]
+        body = _narrowed([text_cells(row) for row in visible if row in left], width)
+        rest = rest if count == len(visible) else _rest(table, left)
+        parts = replace(parts, body=body, rest=rest)
+        if len(str(parts).splitlines()) <= MOST_LINES:
+            return parts
+    one_line = {label: _shortened(t, width - _LABEL, 1) for label, t in shown_figures.items()}
+    return replace(parts, figures=one_line)
+
+
+def _narrowed(body: Sequence[tuple[str, ...]], width: int) -> list[tuple[str, ...]]:
+    """The rows without the columns that leave too little room for names."""
+    kept = [list(line) for line in body]
+    longest = max((len(line[0]) for line in kept), default=0)
+    for title in _DROPPED_FIRST:
+        columns = [[HEAD[i], *(line[i] for line in kept)] for i in range(1, len(HEAD))]
+        taken = sum(2 + max(map(len, column)) for column in columns if any(column[1:]))
+        if longest + taken <= width:
+            break
+        for line in kept:
+            line[HEAD.index(title)] = ""
+    return [tuple(line) for line in kept]
+
+
+def headline(plan: PlanRecord) -> str:
+    """Whether a plan fits, what it costs, and what was compiled to find it."""
+    question, figures = plan.question, plan.figures
+    is_plain, fits = plan.answer.policy is None, figures.compiled_peak <= question.budget
+    verdict = ("Fits as it is" if is_plain else "Fits") if fits else "Does not fit"
+    away = "".join(
+        f", {format_bytes(size)} {place}"
+        for size, place in (
+            (figures.host_bytes, "on the host"),
+            (figures.spill_bytes, "in files"),
+        )
+        if size
+    )
+    count = plan.search.compiles
+    return (
+        f"{verdict}: {_use(plan)}{away}, {_cost(plan)}; compiled {count} "
+        f"program{'' if count == 1 else 's'}."
+    )
+
+
+def _hint(plan: PlanRecord) -> str:
+    return f"Hint: {plan.search.hint}" if plan.search.hint else ""
+
+
+def _use(plan: PlanRecord) -> str:
+    peak, budget = plan.figures.compiled_peak, plan.question.budget
+    return f"{format_bytes(peak)} of {format_bytes(budget)} on {plan.question.target}"
+
+
+def _cost(plan: PlanRecord) -> str:
+    if plan.answer.policy is None:
+        return "nothing is added to a step"
+    share = 100 * plan.figures.overhead_share
+    if not share:
+        return "no time is added to a step (predicted)"
+    return f"+{share:.1f} % of a step (predicted)" if share >= 0.05 else "+<0.1 % (predicted)"
+
+
+def in_one_line(plan: PlanRecord) -> str:
+    """What a plan is, for its ``repr``."""
+    counts = Counter(plan.decisions.values())
+    if plan.answer.policy is None:
+        return f"{_use(plan)}, the plain step"
+    parts = [f"{counts[Decision.SAVE]} of {counts.total()} residuals kept"]
+    for decision, name in ((Decision.OFFLOAD, "offloaded"), (Decision.SPILL, "spilled")):
+        parts += [f"{counts[decision]} {name}"] if counts[decision] else []
+    return ", ".join([_use(plan), *parts, f"+{100 * plan.figures.overhead_share:.1f} %"])
 
 
 def text_cells(row: Row) -> tuple[str, ...]:
@@ -159,10 +302,17 @@ def shown(table: Sequence[Row]) -> tuple[list[Row], str]:
     """The rows that matter, and a line about the others; empty if there are none."""
     total = sum(row.bytes for row in table)
     visible = [row for row in table if row.bytes >= total * _SMALL and row.matters]
-    size = format_bytes(total - sum(row.bytes for row in visible))
+    return visible, _rest(table, visible, "small, or not used by the backward pass")
+
+
+def _rest(table: Sequence[Row], visible: Sequence[Row], what: str = "") -> str:
+    """A line about the rows that are left out."""
+    size = format_bytes(sum(row.bytes for row in table) - sum(row.bytes for row in visible))
     count = len(table) - len(visible)
-    rest = f"… and {count} rows of values that are small or not read ({size})" if count else ""
-    return visible, rest
+    rows_left = f"… and {count} more row{'' if count == 1 else 's'} ({size})"
+    if not count:
+        return ""
+    return f"{rows_left}: {what}" if what else f"{rows_left}; plan.report(path) shows all"
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -178,27 +328,53 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def aligned(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+def aligned(
+    head: Sequence[str], body: Sequence[Sequence[str]], width: int | None = None
+) -> list[str]:
     """Lines of a table, its columns as wide as they have to be, those without a cell left out.
 
     What the first column has no room for stands in a line of its own, in front of its row.
+
+    Args:
+        head: Titles of the columns.
+        body: The cells, row by row.
+        width: Characters in a line; default: those of the terminal.
     """
+    most = terminal_width() if width is None else width
     used = [i for i in range(len(head)) if not body or any(line[i] for line in body)]
     first, *others = ([line[i] for line in (head, *body)] for i in used)
     widths = [max(map(len, column)) for column in others]
-    room = max(WIDTH - sum(widths) - 2 * len(widths), len(first[0]))
-    width = max(len(cell) for cell in first if len(cell) <= room)
+    room = max(most - sum(widths) - 2 * len(widths), len(first[0]))
+    left = max(len(cell) for cell in first if len(cell) <= room)
     lines: list[str] = []
     for label, *row in zip(first, *others, strict=True):
-        is_long = len(label) > width
-        padded = map(str.ljust, ("" if is_long else label, *row), (width, *widths))
-        lines += [label] if is_long else []
-        lines.append(_cut("  ".join(padded).rstrip()))
+        is_long = len(label) > left
+        padded = map(str.ljust, ("" if is_long else label, *row), (left, *widths))
+        lines += [_cut(label, most)] if is_long else []
+        lines.append(_cut("  ".join(padded).rstrip(), most))
     return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
-def _cut(line: str) -> str:
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def wrapped(text: str, width: int, most: int | None = None, indent: str = "") -> str:
+    """A text in lines, all but the first of them indented, at most so many."""
+    lines = textwrap.wrap(
+        text.replace(" %", f"{_NO_BREAK}%"),
+        width,
+        subsequent_indent=indent,
+        max_lines=most,
+        placeholder=" …",
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace(_NO_BREAK, " ")
+
+
+def _shortened(text: str, width: int, most: int) -> str:
+    """A text that fills at most so many lines."""
+    return wrapped(text, width, most).replace("\n", " ")
 
 
 def _count(row: Row) -> str:
@@ -207,21 +383,16 @@ def _count(row: Row) -> str:
     return f"×{row.regions} {trips}".strip() if row.regions > 1 else trips
 
 
-def summary(plan: PlanRecord) -> str:
-    """The figures of the whole step, one a line."""
-    return labelled(summary_lines(plan))
+def labelled(figures: Mapping[str, str], width: int | None = None) -> str:
+    """Figures by what they are, one a line.
 
-
-def labelled(figures: Mapping[str, str]) -> str:
-    """Figures by what they are, one a line."""
+    Args:
+        figures: What is said by what it is.
+        width: Characters in a line; default: those of the terminal.
+    """
+    most = terminal_width() if width is None else width
     return "\n".join(
-        textwrap.fill(
-            f"{label:<{_LABEL}}{text}",
-            WIDTH,
-            subsequent_indent=" " * _LABEL,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        wrapped(f"{label:<{_LABEL}}{text}", most, indent=" " * _LABEL)
         for label, text in figures.items()
     )
 
@@ -233,9 +404,9 @@ def summary_lines(plan: PlanRecord) -> dict[str, str]:
         "target": question.target,
         "budget": format_bytes(question.budget),
         "asked": _asked(question),
-        "compiled peak": f"{format_bytes(figures.compiled_peak)} "
-        f"(predicted {format_bytes(figures.predicted_peak)}; "
-        f"{_bounds(search, floor=answer.policy is not None)})",
+        "compiled peak": f"{format_bytes(figures.compiled_peak)} per device "
+        f"(predicted {format_bytes(figures.predicted_peak)})",
+        "bounds": "" if answer.policy is None else _bounds(search),
         "code": _code(question.target, figures.code_bytes),
         "on the host": _on_the_host(figures),
         "in files": _in_files(question.spill, figures),
@@ -262,15 +433,13 @@ def _asked(question: Question) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _bounds(search: SearchRecord, *, floor: bool) -> str:
-    """Floor and plain step; where that is the plan, there is no floor to speak of."""
-    ceiling = _bound("plain step", search.ceiling, "ceiling" in search.estimates)
-    lowest = _bound("floor", search.floor, "floor" in search.estimates)
-    return f"{lowest}, {ceiling}" if floor else ceiling
-
-
-def _bound(label: str, size: int, is_predicted: bool) -> str:
-    return f"{label} {format_bytes(size)}{' predicted' if is_predicted else ''}"
+def _bounds(search: SearchRecord) -> str:
+    """Floor and plain step."""
+    floor, ceiling = (", predicted" if b in search.estimates else "" for b in ("floor", "ceiling"))
+    return (
+        f"floor {format_bytes(search.floor)} (the least that a plan needs{floor}), "
+        f"plain step {format_bytes(search.ceiling)} (without jdelta{ceiling})"
+    )
 
 
 def _code(target: str, size: int) -> str:
@@ -282,7 +451,7 @@ def _code(target: str, size: int) -> str:
 def _on_the_host(figures: Figures) -> str:
     overlap = figures.overlap
     if not overlap.transfers:
-        return format_bytes(figures.host_bytes)
+        return format_bytes(figures.host_bytes) if figures.host_bytes else ""
     return (
         f"{format_bytes(figures.host_bytes)}; "
         f"{format_seconds(overlap.seconds_out + overlap.seconds_in)} of transfers, "

@@ -16,6 +16,7 @@ from jdelta._src.program.graph import TRANSFER, Graph, Operation
 from jdelta._src.program.names import RegionName
 from jdelta._src.program.primitives import CHEAP, FREE, PARTS, SPLITS, VIEWS
 from jdelta._src.regions.trace import Region
+from jdelta._src.sizes import format_array, format_bytes
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,12 @@ class Residual:
     entering: str | None = None
     user_name: str = ""
     line: str = ""
+
+    def __repr__(self) -> str:
+        """The residual in a line."""
+        kind = format_array(self.dtype, self.shape)
+        count = f", {self.count} in loop" if self.count > 1 else ""
+        return f"<jdelta.Residual {self.label}: {kind}{count}, {format_bytes(self.bytes)}>"
 
     @property
     def label(self) -> str:

@@ -57,8 +57,7 @@ def fitting_floor(proposals: Proposals, attempts: Attempts, bound: int) -> Compi
         floor = _without_inputs(proposals, attempts, floor, bound)
     if floor.peak > bound:
         least = min(filter(None, (floor.peak, attempts.compiles.least)))
-        residuals, backend = proposals.items.residuals, proposals.step.target.backend
-        raise too_small(bound, floor, least, residuals, backend)
+        raise too_small(bound, floor, least, proposals)
     return floor
 
 

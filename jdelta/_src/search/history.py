@@ -86,6 +86,11 @@ class Compiles:
 
     Attributes:
         count: How many programs were compiled (or read from the cache of measurements).
+        most: How many there will be at most, until this part of the search ends; 0 where that is
+            not known. This and what follows is for the log only.
+        purpose: What the next ones are compiled for, ``" for the floor"``; empty if that is to
+            meet the budget.
+        best: The best plan so far, ``"6.90 GiB, +4.2 %"``; empty if there is none.
     """
 
     def __init__(self, known: dict[tuple[Grouping, Policy], tuple[float, int]]):
@@ -96,6 +101,9 @@ class Compiles:
                 those that are compiled now are added.
         """
         self.count = 0
+        self.most = 0
+        self.purpose = ""
+        self.best = ""
         self._programs: dict[tuple[Grouping, Policy | None], Program] = {}
         self._known = known
 
@@ -120,14 +128,12 @@ class Compiles:
         key = step.grouping, emission.policy
         if key not in self._programs:
             self.count += 1
-            what = "the plain step" if candidate.decisions is None else "a plan"
-            predicted = format_bytes(candidate.predicted)
-            _LOG.info("compiling %s (program %d), %s predicted", what, self.count, predicted)
+            self._announce(step, candidate)
             compiled, measurement = measure(
                 emission.lower(), step.target, emission.options, computed=emission.computed
             )
             self._programs[key] = Program(compiled, measurement, candidate.predicted)
-            _LOG.info("%s takes %s", what, format_bytes(measurement.peak))
+            _LOG.info("compile %d: %s", self.count, format_bytes(measurement.peak))
         program = self._programs[key]
         return CompiledCandidate(
             candidate.decisions,
@@ -151,6 +157,18 @@ class Compiles:
             executable=True,
         )
         return replace(candidate, compiled=compiled, measurement=measurement)
+
+    def _announce(self, step: Step, candidate: Candidate) -> None:
+        """Say in the log what is compiled now."""
+        _LOG.info(
+            "compile %d%s for %s%s: %s predicted%s",
+            self.count,
+            f" of at most {self.most}" if self.count <= self.most else "",
+            step.target.name,
+            " as it is" if candidate.decisions is None else self.purpose,
+            format_bytes(candidate.predicted),
+            f"; best so far {self.best}" if self.best else "",
+        )
 
     def know(self, grouping: Grouping, policy: Policy, overhead: float, peak: int) -> None:
         """Remember a plan that does what it says, for this and any later search."""

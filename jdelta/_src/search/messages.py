@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 from jdelta._src import _jax
-from jdelta._src.backends.backend import Backend
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.estimate.memory import Timeline
 from jdelta._src.hlo.measure import Measurement
-from jdelta._src.program.graph import labels
-from jdelta._src.residuals.residual import Residual
+from jdelta._src.search.advice import described, donation
 from jdelta._src.search.candidate import CompiledCandidate
-from jdelta._src.sizes import format_array, format_bytes, format_some
+from jdelta._src.search.propose import Proposals
+from jdelta._src.sizes import format_bytes, format_some
 
 
 def not_there(names: Sequence[str], away: Mapping[str, int], measurement: Measurement) -> str:
@@ -41,11 +41,7 @@ def wrong_order(fetches: Sequence[str]) -> str:
 
 
 def too_small(
-    bound: int,
-    floor: CompiledCandidate,
-    least: int,
-    residuals: Sequence[Residual],
-    backend: Backend,
+    bound: int, floor: CompiledCandidate, least: int, proposals: Proposals
 ) -> BudgetError:
     """The error of a budget below the floor.
 
@@ -53,14 +49,14 @@ def too_small(
         bound: The budget, bytes.
         floor: Everything recomputed, compiled.
         least: The least compiled peak of any plan, that of the floor or below it, bytes.
-        residuals: Residuals of the step.
-        backend: Compiler and devices of the target.
+        proposals: What proposed it.
     """
-    decisions = floor.decisions or {}
+    decisions, residuals = floor.decisions or {}, proposals.items.residuals
     inside = (r for r in residuals if not r.region_input and decisions[r.name] is Decision.SAVE)
     kept = sum(r.bytes for r in inside)
     few = f" but {format_bytes(kept)}" if kept else ""
-    nested = f", {len(floor.levels)} that enter regions among them," if floor.levels else ""
+    count = len(floor.levels)
+    nested = f", the inputs of {count} region{'' if count == 1 else 's'} too," if count else ""
     host = floor.measurement.host
     away = f" and {format_bytes(host)} on the host" if host else ""
     if files := floor.emission.spilled.bytes:
@@ -68,26 +64,14 @@ def too_small(
     return BudgetError(
         f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed"
         f"{few}{nested}{away} the step still needs {format_bytes(floor.peak)} per device"
-        f"{_largest(floor.emission.timeline)}. Raise the budget to {_floor(least, floor)}, "
-        "donate the state (donate_argnums), make the batch smaller, or mark smaller regions with "
-        f"jdelta.remat.{_merged(floor, residuals, backend)}",
+        f"{_parts(floor)}{_largest(floor)}. {_advice(floor, least, proposals)}"
+        f"{_merged(floor, proposals)}",
         floor=least,
     )
 
 
-def _floor(least: int, floor: CompiledCandidate) -> str:
-    """What to raise a budget to."""
-    if least == floor.peak:
-        return "the floor"
-    return f"the {format_bytes(least)} that another plan of it takes"
-
-
 def above_plain(
-    bound: int,
-    plain: CompiledCandidate,
-    floor: CompiledCandidate,
-    residuals: Sequence[Residual],
-    backend: Backend,
+    bound: int, plain: CompiledCandidate, floor: CompiledCandidate, proposals: Proposals
 ) -> BudgetError:
     """The error of a budget below the plain step, which takes less than everything recomputed.
 
@@ -95,15 +79,13 @@ def above_plain(
         bound: The budget, bytes.
         plain: The plain step, compiled.
         floor: Everything recomputed, compiled.
-        residuals: Residuals of the step.
-        backend: Compiler and devices of the target.
+        proposals: What proposed it.
     """
     return BudgetError(
         f"The budget of {format_bytes(bound)} is below the floor: the step as it is needs "
-        f"{format_bytes(plain.peak)} per device{_largest(plain.emission.timeline)}, and with every "
-        f"residual recomputed {format_bytes(floor.peak)}, which is no less. Raise the budget to "
-        "the floor, donate the state (donate_argnums), make the batch smaller, or mark smaller "
-        f"regions with jdelta.remat.{_merged(floor, residuals, backend)}",
+        f"{format_bytes(plain.peak)} per device{_parts(plain)}{_largest(plain)}; with "
+        f"every residual recomputed it needs {format_bytes(floor.peak)}, which is no less. "
+        f"{_advice(plain, plain.peak, proposals)}{_merged(floor, proposals)}",
         floor=plain.peak,
     )
 
@@ -124,40 +106,68 @@ def grown(bound: int, known: CompiledCandidate, plan: CompiledCandidate) -> Budg
     )
 
 
-def nothing_kept(bound: int, plain: CompiledCandidate, uncut: str) -> BudgetError | TraceError:
+def nothing_kept(
+    bound: int, plain: CompiledCandidate, proposals: Proposals
+) -> BudgetError | TraceError:
     """The error of a budget below a step of which nothing can be decided.
 
     Args:
         bound: The budget, bytes.
         plain: The step, compiled.
-        uncut: Why it has no regions; empty where it keeps nothing for a backward pass.
+        proposals: What proposed it; its trace says why it has no regions, or nothing where it keeps
+            nothing for a backward pass.
     """
-    measured = plain.measurement
+    needed = (
+        f"The budget of {format_bytes(bound)} is below the {format_bytes(plain.peak)} per device "
+        f"that the step needs{_parts(plain)}{_largest(plain)}."
+    )
+    if uncut := proposals.trace.uncut:
+        return TraceError(f"{needed} {uncut}", floor=plain.peak)
+    advice = donation(plain.emission.timeline.graph, proposals.step, plain.peak)
+    return BudgetError(
+        f"{needed} It keeps nothing for a backward pass, so there is nothing to recompute or to "
+        f"move: raise the budget, {f'donate {advice}, ' if advice else ''}or give the step less at "
+        "once (a smaller batch, or a jax.lax.map with batch_size=).",
+        floor=plain.peak,
+    )
+
+
+def _advice(candidate: CompiledCandidate, least: int, proposals: Proposals) -> str:
+    """What to do about a budget below the floor, but for what was done already."""
+    step = proposals.step
+    donate = donation(candidate.emission.timeline.graph, step, candidate.peak)
+    exactly = "" if least == candidate.peak else " (another plan of it takes that)"
+    steps = (
+        f"raise the budget to {format_bytes(least)}{exactly} or more",
+        f"donate {donate}" if donate else "",
+        "make the batch smaller",
+        "mark regions of your own with jdelta.remat"
+        if step.automatic
+        else "mark smaller regions with jdelta.remat",
+    )
+    *first, last = filter(None, steps)
+    text = f"{', '.join(first)}, or {last}."
+    return text[0].upper() + text[1:]
+
+
+def _parts(candidate: CompiledCandidate) -> str:
+    """What a compiled peak is made of; nothing where the compiler does not say."""
+    measured = candidate.measurement
     parts = {
         "arguments": measured.arguments,
         "results": measured.outputs - measured.aliased,
         "temporaries": measured.temporaries,
     }
-    shares = ", ".join(f"{part} {format_bytes(size)}" for part, size in parts.items())
-    needed = (
-        f"The budget of {format_bytes(bound)} is below the {format_bytes(plain.peak)} per device "
-        f"that the step needs ({shares}){_largest(plain.emission.timeline)}."
-    )
-    if uncut:
-        return TraceError(f"{needed} {uncut}", floor=plain.peak)
-    return BudgetError(
-        f"{needed} It keeps nothing for "
-        "a backward pass, so there is nothing to recompute or to move: raise the budget, donate "
-        "what the step returns anew (donate_argnums), or give it less at once (a smaller batch, "
-        "or a jax.lax.map with batch_size=).",
-        floor=plain.peak,
-    )
+    if measured.refused or not any(parts.values()):
+        return ""
+    return f" ({', '.join(f'{part} {format_bytes(size)}' for part, size in parts.items())})"
 
 
-def _merged(floor: CompiledCandidate, residuals: Sequence[Residual], backend: Backend) -> str:
+def _merged(floor: CompiledCandidate, proposals: Proposals) -> str:
     """What to do about a compiler that merges recompute with what it repeats."""
-    undone = set(floor.measurement.undone)
-    kept = sorted((r for r in residuals if r.name in undone), key=lambda r: -r.bytes)
+    undone, backend = set(floor.measurement.undone), proposals.step.target.backend
+    residuals = (r for r in proposals.items.residuals if r.name in undone)
+    kept = sorted(residuals, key=lambda r: -r.bytes)
     if not kept:
         return ""
     names = format_some([r.name for r in kept], 3)
@@ -167,21 +177,25 @@ def _merged(floor: CompiledCandidate, residuals: Sequence[Residual], backend: Ba
             f"{said}: it takes their recompute for what it repeats, and undoes it. Run the layers "
             "under jax.lax.scan, where the two are apart."
         )
+    spill = "" if proposals.step.store else "spill to files (spill=), "
     return (
-        f"{said}: before jax 0.12 XLA for CPUs undoes recompute outside of loops. Upgrade jax, run "
-        "the layers under jax.lax.scan, spill to files (spill=), or plan for the accelerator that "
-        "is to train (target='tpu:v5e')."
+        f"{said}: before jax 0.12 XLA for CPUs undoes recompute outside of loops. {_upgrade()}, "
+        f"run the layers under jax.lax.scan, {spill}or plan for the accelerator that is to train "
+        "(target='tpu:v5e:2x2')."
     )
 
 
-def _largest(timeline: Timeline) -> str:
+def _upgrade() -> str:
+    """How to get a JAX that does not, with the Python at hand."""
+    is_new = sys.version_info >= (3, 12)
+    return "Upgrade jax" if is_new else "Take Python 3.12 or newer and upgrade jax"
+
+
+def _largest(candidate: CompiledCandidate) -> str:
     """What is alive at the simulated peak, and what its operation takes itself, for messages."""
-    values, names = timeline.graph.values, labels(timeline.graph)
-    rows = [
-        f"{names[v]} {format_array(values[v].dtype, values[v].shape)} "
-        f"{format_bytes(values[v].bytes)}"
-        for v in timeline.alive(timeline.peak_index)[:4]
-    ]
+    timeline = candidate.emission.timeline
+    alive = timeline.alive(timeline.peak_index)[:4]
+    rows = [described(timeline, v) for v in alive]
     if timeline.peak_workspace:
         rows.insert(0, _itself(timeline))
     return f"; the largest temporaries then are {', '.join(rows)}" if rows else ""

@@ -159,12 +159,13 @@ class Search:
         if plain := self._fitting_plain(bound):
             return self._as_it_is(plain, bound)
         if not self.items.residuals:
-            raise nothing_kept(bound, self._compiled_plain(), self.trace.uncut)
+            raise nothing_kept(bound, self._compiled_plain(), self.proposals)
         try:
             best, floor = self._improve(bound, most)
         except BudgetError as error:
             return self._met_otherwise(bound, error)
         if most >= MOST_COMPILES:
+            self._say_best(best, " to use more of the budget")
             best = filled(self.proposals, self.attempts, best, bound, is_small=self._is_small)
         if self._plain_may_fit_after_all(best, bound):
             self._compiled_plain()
@@ -183,6 +184,7 @@ class Search:
             return outcome
         compiles, proposals = self.attempts.compiles, self.proposals
         enough = self.step.target.backend.tolerances.programs_before_floor
+        self._say_best(outcome.best, " for the floor")
         is_sure = compiles.count >= enough and compiles.are_foretold
         floor = settled_floor(proposals, self.attempts, is_sure=is_sure, is_small=self._is_small)
         settled = rules.settled(
@@ -222,7 +224,7 @@ class Search:
         plain_seconds = proposals.seconds(self._plain)
         if rules.is_floor_in_doubt(floor.predicted, bound) and not self._may_fail:
             count = compiles.count
-            floor = fitting_floor(proposals, attempts, bound)
+            floor = self._fitting_floor(bound)
             if floor.levels:  # as quick as may be, where nothing else fits
                 return floor, floor
             trials = trials.with_floor(floor)
@@ -237,7 +239,7 @@ class Search:
             if compiles.count >= most:
                 break
             if rules.is_lost(trials, tolerances.lost) and not self._may_fail:
-                floor = fitting_floor(proposals, attempts, bound)
+                floor = self._fitting_floor(bound)
                 trials = trials.with_floor(floor)
                 continue
             goal = rules.aim(trials, is_last=compiles.count == most - 1)
@@ -249,10 +251,12 @@ class Search:
                 break
             if not rules.is_worth_compiling(candidate, trials, plain_seconds):
                 break
+            compiles.most, compiles.purpose = most, ""
             plan = attempts.tried(candidate)
             if plan is None:
                 continue
             trials = trials.with_plan(plan)
+            self._say_best(trials.best)
             is_slow = rules.is_quicker_without_offload(
                 plan, self.items, proposals.solver, proposals.extra_seconds
             )
@@ -268,8 +272,27 @@ class Search:
         if best is None and self._may_fail:
             raise BudgetError(f"No plan within {format_bytes(bound)} after {most} compiles.")
         if best is None:
-            floor = best = fitting_floor(proposals, attempts, bound)
+            floor = best = self._fitting_floor(bound)
         return best, floor
+
+    def _fitting_floor(self, bound: int) -> CompiledCandidate:
+        """The floor, or a plan that needs still less.
+
+        Raises:
+            BudgetError: It does not fit.
+        """
+        self._say_best(None, " for the floor")
+        floor = fitting_floor(self.proposals, self.attempts, bound)
+        self._say_best(floor)
+        return floor
+
+    def _say_best(self, best: CompiledCandidate | None, purpose: str = "") -> None:
+        """What the log is to say of the best plan so far, and of what is compiled next."""
+        compiles, seconds = self.attempts.compiles, self.proposals.seconds(self._plain)
+        compiles.most, compiles.purpose = 0, purpose
+        if best is not None:
+            added = max(0.0, best.overhead) / seconds if seconds else 0.0
+            compiles.best = f"{format_bytes(best.peak)}, +{100 * added:.1f} %"
 
     def _met_otherwise(self, bound: int, error: BudgetError) -> Found:
         """What meets the budget though it is below the floor: the plain step, or a known plan.
@@ -290,8 +313,7 @@ class Search:
             return self._outcome(best, bound, best)
         if self._is_free and error.floor is not None and plain.peak < error.floor:
             floor = self.attempts.compile(self.proposals.floor())
-            residuals, backend = self.items.residuals, self.step.target.backend
-            raise above_plain(bound, plain, floor, residuals, backend) from None
+            raise above_plain(bound, plain, floor, self.proposals) from None
         raise error
 
     def _known(self, bound: int, floor: Candidate) -> Candidate | None:

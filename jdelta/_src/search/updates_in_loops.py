@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,8 @@ from jdelta._src.search.candidate import Found
 from jdelta._src.search.groupings import Planning
 from jdelta._src.search.search import Search
 from jdelta._src.sizes import Budget
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ def _moved(planning: Planning, budget: Budget) -> Result | None:
 
 def _peak(step: Step, policy: Policy | None) -> int:
     """Compiled peak of a step under a policy."""
+    what = "the plain step" if policy is None else "the plan with its updates where they were"
+    _LOG.info("compiling %s for %s", what, step.target.name)
     emission = emit(step, policy)
     return measure(emission.lower(), step.target, emission.options)[1].peak
 
