@@ -159,9 +159,9 @@ def test_the_repr_of_what_makes_plans_is_a_line():
     step = jdelta.jit(small.step)
     assert repr(step) == "<jdelta.jit step: step, all memory but 5 %, 0 plans made>"
     args = small.make_args(64)
-    curve = jdelta.frontier(small.step, *args, budgets=(1.0, "1KiB"))
-    assert repr(curve).startswith("<jdelta.Frontier: 1 plan from ")
-    assert ", floor " in repr(curve)
+    frontier = jdelta.frontier(small.step, *args, budgets=(1.0, "1KiB"))
+    assert repr(frontier).startswith("<jdelta.Frontier: 1 plan from ")
+    assert ", floor " in repr(frontier)
     assert repr(jdelta.explain_oom(small.step, *args)).startswith("<jdelta.OutOfMemory: ")
     step = jdelta.largest(lambda x: x, lambda n: (jax.numpy.ones(n),), 1 << 10)
     assert repr(step).startswith("<jdelta.Largest: size ")

@@ -43,7 +43,7 @@ plans_of = functools.partial(jdelta.plan, step, target="cpu", host_budget=0)
 def floor_of(**options):
     with pytest.raises(jdelta.BudgetError, match="with every residual recomputed") as error:
         plans_of(1024, *shapes(), **options)
-    assert ("that enter regions" in str(error.value)) == options.get("per_layer", True)
+    assert (" of regions too" in str(error.value)) == options.get("per_layer", True)
     return error.value.floor
 
 

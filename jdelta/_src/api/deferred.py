@@ -99,8 +99,8 @@ class _Deferred:
 
     def __repr__(self) -> str:
         count = len(self.plans)
-        count_text = f"{count} plan{'' if count == 1 else 's'} made"
-        return f"<jdelta.jit step: {self._step.name}, {self._asked}, {count_text}>"
+        plans = f"{count} plan{'' if count == 1 else 's'} made"
+        return f"<jdelta.jit step: {self._step.name}, {self._asked}, {plans}>"
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A method's step, where it stands in a class."""

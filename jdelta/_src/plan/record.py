@@ -109,7 +109,7 @@ class Answer:
             return f"runs {self.grouping.layers} layers of a loop under one more checkpoint"
         if self.policy and self.policy.levels:
             count = len(self.policy.levels)
-            return f"computes {count} of the values that enter regions again from earlier regions"
+            return f"computes {count} inputs of regions again from earlier regions"
         return ""
 
 

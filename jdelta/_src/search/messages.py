@@ -56,7 +56,7 @@ def too_small(
     kept = sum(r.bytes for r in inside)
     few = f" but {format_bytes(kept)}" if kept else ""
     count = len(floor.levels)
-    nested = f", the inputs of {count} region{'' if count == 1 else 's'} too," if count else ""
+    nested = f", {count} input{'' if count == 1 else 's'} of regions too," if count else ""
     host = floor.measurement.host
     away = f" and {format_bytes(host)} on the host" if host else ""
     if files := floor.emission.spilled.bytes:
