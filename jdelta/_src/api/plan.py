@@ -451,7 +451,7 @@ class Plan(PlanRecord):
         content = html.escape(page(self, None, {}, advice=advice(self)))
         return (
             f"<pre>{html.escape(str(printed(self, WIDTH)))}</pre>"
-            "<details><summary>every residual, and how the plan was found</summary>"
+            "<details><summary>all figures and residuals</summary>"
             f'<iframe srcdoc="{content}" loading="lazy" '
             'style="width:100%;height:32rem;border:0"></iframe></details>'
         )
