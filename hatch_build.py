@@ -1,7 +1,7 @@
 """Builds the native part of the SSD tier into the wheel, or an editable install into the tree.
 
-Without a compiler the installation goes on: all of jdelta but ``spill=`` works, which tries again
-at its first use and then says what is missing. A tree that is not installed builds then, too.
+Without a compiler the installation goes on: all of jdelta but ``spill=`` works, which says at its
+first use what is missing. A checkout has the sources, so it builds then, too; a wheel has none.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ class NativeBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before it collects the files of a wheel."""
         native = _load_build()
-        for old in PACKAGE.glob("libjdelta_spill-*.so"):
+        for old in PACKAGE.glob(native.ANY_LIBRARY):
             old.unlink()
         try:
             library = native.build(PACKAGE)

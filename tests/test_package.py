@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from jdelta import SpillError
 from jdelta._src import versions
 from jdelta._src.cli import main
+from jdelta._src.spill import _build, library
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [
@@ -52,3 +54,13 @@ def test_the_command_says_whose_it_is(capsys):
     printed = capsys.readouterr().out
     assert versions.__version__ in printed
     assert versions.DISTRIBUTION in printed
+
+
+def test_a_wheel_without_a_library_says_how_to_get_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(_build, "NATIVE", tmp_path / "native")
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    with pytest.raises(SpillError, match=f"pip install --no-binary {versions.DISTRIBUTION}"):
+        library.find_library()
+    built = tmp_path / "libjdelta_spill-of-the-wheel.so"
+    built.touch()
+    assert library.find_library() == built

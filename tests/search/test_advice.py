@@ -45,6 +45,19 @@ def test_what_the_plan_keeps_is_not_named():
     assert plan.search.hint == ""
 
 
+def test_what_a_loop_stacks_is_not_named():
+    def step(ws, x):
+        def loss(ws):
+            return jnp.mean(jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, ws)[0] ** 2)
+
+        return ws - 0.1 * jax.grad(loss)(ws)
+
+    ws, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((6, 64, 64), (4096, 64)))
+    plan = jdelta.plan(step, 0.6, ws, x, donate_argnums=0)
+    assert plan.policy is not None
+    assert "takes" not in plan.search.hint
+
+
 def test_donation_is_advised_by_name_as_long_as_it_was_not_done():
     args = small.make_args(64)
     plan = jdelta.plan(small.step, None, *args, pin=PIN)

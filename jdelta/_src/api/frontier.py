@@ -80,7 +80,7 @@ class Frontier:
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
-        """Of each plan that differs: compiled peak, and overhead as a part of the plain step."""
+        """Compiled peak, and overhead as a part of the plain step, of each plan that differs."""
         plans = (stretch.plan for stretch in self.stretches)
         return tuple((p.compiled_peak, p.overhead_share) for p in plans)
 

@@ -116,8 +116,9 @@ def _takers(
         takes = f"The argument {name} takes {100 * part:.0f} % of the peak, which no plan lowers"
         yield part, f"{takes}: cut it over more devices, or keep it in fewer bytes."
     names, kept = labels(timeline.graph), _kept(best.decisions or {}, residuals)
+    stacked = {v for op in timeline.graph.operations if op.primitive == "scan" for v in op.outputs}
     for v in timeline.alive(timeline.peak_index):
-        if names.get(v) not in kept:
+        if v not in stacked and names.get(v) not in kept:  # what loops stack is kept, mostly
             part = timeline.graph.values[v].bytes / best.peak
             takes = f"{described(timeline, v)} takes {100 * part:.0f} % of the peak"
             yield part, f"{takes}: make it in parts ({IN_PARTS})."

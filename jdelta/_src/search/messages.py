@@ -160,6 +160,8 @@ def _parts(candidate: CompiledCandidate) -> str:
     }
     if measured.refused or not any(parts.values()):
         return ""
+    if candidate.emission.pool:
+        parts["pool= of spill="] = candidate.emission.pool
     return f" ({', '.join(f'{part} {format_bytes(size)}' for part, size in parts.items())})"
 
 

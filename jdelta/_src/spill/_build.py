@@ -20,10 +20,16 @@ from pathlib import Path
 NATIVE = Path(__file__).parent / "native"
 FLAGS = "-std=c++17 -O2 -fPIC -shared -fvisibility=hidden -pthread".split()
 COMPILERS = ("c++", "g++", "clang++")
+ANY_LIBRARY = "libjdelta_spill-*.so"
 
 
 class BuildError(Exception):
     """The native part cannot be built; says why."""
+
+
+def has_sources() -> bool:
+    """Whether the sources are here: in a checkout, not in a wheel."""
+    return NATIVE.is_dir()
 
 
 def library_name() -> str:

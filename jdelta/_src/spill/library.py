@@ -12,6 +12,7 @@ from jdelta._src.cache import cache_dir
 from jdelta._src.errors import SpillError
 from jdelta._src.spill import _build
 from jdelta._src.spill.adapter import TRANSFER
+from jdelta._src.versions import DISTRIBUTION
 
 WRITE, READ = "jdelta_spill_write", "jdelta_spill_read"
 """The custom calls of traced operations."""
@@ -69,9 +70,23 @@ def library() -> ctypes.CDLL:
 
 
 def find_library() -> Path:
-    """The library that the installation built, or else one built now, once for these sources."""
-    cached = cache_dir() / "native"
-    for folder in (Path(__file__).parent, cached):
+    """The library that the installation built, or else one built now, once for these sources.
+
+    A wheel has no sources: its library was built with it, or there is none.
+
+    Raises:
+        SpillError: There is none.
+    """
+    here, cached = Path(__file__).parent, cache_dir() / "native"
+    if not _build.has_sources():
+        if library := next(here.glob(_build.ANY_LIBRARY), None):
+            return library
+        raise SpillError(
+            "spilling needs jdelta's native part, and this wheel was built without a C++ compiler. "
+            f"Install from the sources with one: pip install --no-binary {DISTRIBUTION} "
+            f"--force-reinstall --no-deps {DISTRIBUTION}"
+        )
+    for folder in (here, cached):
         if (library := folder / _build.library_name()).exists():
             return library
     try:
