@@ -253,3 +253,14 @@ def test_the_ceiling_is_no_lower_than_the_floor():
     tiny = compiled(500)
     assert rules.settled(FOUND, compiled(650), 650, tiny, None).floor == 500
     assert rules.settled(FOUND, compiled(650), 650, tiny, None).ceiling == 500
+
+
+@pytest.mark.parametrize(
+    ("promised", "peak", "is_undone"),
+    [(500, 990, True), (500, 850, False), (500, 600, False), (950, 1000, False)],
+)
+def test_recompute_is_undone_where_next_to_nothing_is_left_of_what_was_promised(
+    promised, peak, is_undone
+):
+    plan, plain = compiled(peak, simulated=promised), compiled(1000)
+    assert rules.is_recompute_undone(plan, plain) is is_undone

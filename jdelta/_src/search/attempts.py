@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from jdelta._src.decision import Decision
 from jdelta._src.errors import SpillError
 from jdelta._src.passes.spill_record import check_spilled
+from jdelta._src.search import rules
 from jdelta._src.search.candidate import Candidate, CompiledCandidate
 from jdelta._src.search.gate import host_fault
 from jdelta._src.search.history import Compiles
@@ -23,19 +24,37 @@ class Attempts:
     """
 
     def __init__(
-        self, proposals: Proposals, compiles: Compiles, alike: CompiledCandidate | None = None
+        self,
+        proposals: Proposals,
+        compiles: Compiles,
+        compiled_plain: Callable[[], CompiledCandidate],
+        alike: CompiledCandidate | None = None,
     ):
         """Begin.
 
         Args:
             proposals: What proposes; it learns from each program, and of each link that failed.
             compiles: The programs compiled so far.
+            compiled_plain: Compiles the plain step, unless it was compiled before.
             alike: The best plan with the loops as they are, if this is about another grouping.
         """
         self.compiles = compiles
         self.plans: list[CompiledCandidate] = []
         self._proposals = proposals
+        self._compiled_plain = compiled_plain
         self._alike = alike
+
+    @property
+    def is_recompute_undone(self) -> bool:
+        """Whether the compiler keeps what was to be computed again, so that no plan takes less.
+
+        Loops are left out: what is computed again in them is. Files would be another way out.
+        """
+        step, trips = self._proposals.step, self._proposals.trace.trips
+        if step.store or trips or not step.target.backend.tolerances.undoes_recompute:
+            return False
+        doubtful = [plan for plan in self.plans if plan.measurement.undone]
+        return any(rules.is_recompute_undone(plan, self._compiled_plain()) for plan in doubtful)
 
     def has(self, candidate: Candidate) -> bool:
         """Whether the candidate's program was compiled."""

@@ -37,24 +37,31 @@ def fitting_floor(proposals: Proposals, attempts: Attempts, bound: int) -> Compi
     leaves as is quicker than recompute: what a CPU recomputes for a region may take more memory
     than the same values that come back from files.
 
+    Where the compiler undoes recompute, none of that takes less, so the first of them is the last.
+
     Raises:
         BudgetError: It does not fit.
     """
     far_above = proposals.step.target.backend.tolerances.floor_far_above * bound
     if proposals.expected(proposals.floor()) > far_above and not _moves_first(proposals, bound):
         dropping = _dropping_inputs(proposals, attempts, bound)
-        if dropping and dropping.peak <= bound:
-            return dropping
+        if dropping and (dropping.peak <= bound or attempts.is_recompute_undone):
+            return _checked(proposals, attempts, dropping, bound)
     floor = attempts.compile(proposals.floor())
-    if floor.peak > bound:
-        floor = _less_by_hand(proposals, attempts, floor)
-    if floor.peak > bound:
-        little = proposals.keeping_next_to_nothing(bound)
-        promises = proposals.step.store or little.predicted < floor.peak
-        tried = attempts.tried(little) if promises else None
-        floor = tried if tried and tried.peak < floor.peak else floor
-    if floor.peak > bound:
-        floor = _without_inputs(proposals, attempts, floor, bound)
+    for lower in (_less_by_hand, _keeping_next_to_nothing, _without_inputs):
+        if floor.peak > bound and not attempts.is_recompute_undone:
+            floor = lower(proposals, attempts, floor, bound)
+    return _checked(proposals, attempts, floor, bound)
+
+
+def _checked(
+    proposals: Proposals, attempts: Attempts, floor: CompiledCandidate, bound: int
+) -> CompiledCandidate:
+    """A plan that fits.
+
+    Raises:
+        BudgetError: It does not.
+    """
     if floor.peak > bound:
         least = min(filter(None, (floor.peak, attempts.compiles.least)))
         raise too_small(bound, floor, least, proposals)
@@ -79,7 +86,9 @@ def settled_floor(
             floor = compiled = attempts.compile(floor)
             policy = floor.emission.policy
             if is_small and policy and policy.writes_bits:  # else none promises less
-                floor = _less_by_hand(proposals, attempts, compiled, PROMISED * compiled.peak)
+                floor = _less_by_hand(
+                    proposals, attempts, compiled, compiled.peak, PROMISED * compiled.peak
+                )
         if items.deep and is_small:
             floor = _likely_deep(proposals, attempts, floor)
     proposals.items = items
@@ -87,7 +96,11 @@ def settled_floor(
 
 
 def _less_by_hand(
-    proposals: Proposals, attempts: Attempts, floor: CompiledCandidate, most: float = math.inf
+    proposals: Proposals,
+    attempts: Attempts,
+    floor: CompiledCandidate,
+    _: int,
+    most: float = math.inf,
 ) -> CompiledCandidate:
     """The floor, or everything recomputed as by hand, if that is compiled to less.
 
@@ -97,6 +110,16 @@ def _less_by_hand(
     if candidate is None or candidate.predicted > most:
         return floor
     return min(floor, attempts.compile(candidate), key=lambda c: c.peak)
+
+
+def _keeping_next_to_nothing(
+    proposals: Proposals, attempts: Attempts, floor: CompiledCandidate, bound: int
+) -> CompiledCandidate:
+    """The floor, or next to nothing kept, if that is compiled to less."""
+    little = proposals.keeping_next_to_nothing(bound)
+    promises = proposals.step.store or little.predicted < floor.peak
+    tried = attempts.tried(little) if promises else None
+    return tried if tried and tried.peak < floor.peak else floor
 
 
 def _without_inputs(
@@ -134,7 +157,7 @@ def _dropping_inputs(
         if candidate is None:
             break
         compiled = attempts.compile(candidate)
-        if compiled.peak <= bound:
+        if compiled.peak <= bound or attempts.is_recompute_undone:
             break
         goal -= round(GOAL_STEP * bound)
     return compiled

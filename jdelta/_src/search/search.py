@@ -19,7 +19,7 @@ from jdelta._src.search.candidate import Candidate, CompiledCandidate, Found
 from jdelta._src.search.filling import filled
 from jdelta._src.search.floor import fitting_floor, settled_floor
 from jdelta._src.search.history import Compiles, Correction, History
-from jdelta._src.search.messages import above_plain, grown, nothing_kept
+from jdelta._src.search.messages import above_plain, grown, nothing_kept, too_small
 from jdelta._src.search.propose import Proposals
 from jdelta._src.sizes import Budget, format_bytes
 from jdelta._src.solver.base import Solver
@@ -76,7 +76,7 @@ class Search:
             correction = before.proposals.correction.copy()
         compiles = before.attempts.compiles if before else Compiles(history.plans(key))
         self.proposals = Proposals(step, items, trace, solver, correction, may_nest=may_nest)
-        self.attempts = Attempts(self.proposals, compiles, alike)
+        self.attempts = Attempts(self.proposals, compiles, self._compiled_plain, alike)
         self._plain: Candidate = before._plain if before else self.proposals.plain()
         self._may_fail = alike is not None
 
@@ -128,6 +128,11 @@ class Search:
         proposals = self.proposals
         seconds = proposals.seconds(self._plain)
         return rules.may_other_cuts_be_quicker(outcome.best, proposals.floor(), seconds)
+
+    @property
+    def is_recompute_undone(self) -> bool:
+        """Whether the compiler keeps what is to be computed again, however the step is cut."""
+        return self.attempts.is_recompute_undone
 
     def promises(self, peak: int) -> bool:
         """Whether the floor may be below a peak, by its prediction."""
@@ -255,6 +260,8 @@ class Search:
             plan = attempts.tried(candidate)
             if plan is None:
                 continue
+            if plan.peak > bound and attempts.is_recompute_undone:
+                raise too_small(bound, plan, compiles.least or plan.peak, proposals)
             trials = trials.with_plan(plan)
             self._say_best(trials.best)
             is_slow = rules.is_quicker_without_offload(
