@@ -23,7 +23,6 @@ from jdelta._src.plan.record import PlanRecord
 from jdelta._src.plan.user_step import Arguments, Jitted, jitted, together
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
-from jdelta._src.report.advice import advice
 from jdelta._src.report.explain import Explanation, explain
 from jdelta._src.report.export import export
 from jdelta._src.report.page import page
@@ -427,7 +426,7 @@ class Plan(PlanRecord):
             rok: Measured runs, to draw throughput over activation memory.
         """
         shown = picture(self, self._call) if self._call is not None else None
-        text = page(self, shown, others, rok, advice(self))
+        text = page(self, shown, others, rok)
         Path(path).write_text(text, encoding="utf-8")
 
     def picture(self) -> Picture:
@@ -448,7 +447,7 @@ class Plan(PlanRecord):
 
         Without pictures of the step, which take a trace.
         """
-        content = html.escape(page(self, None, {}, advice=advice(self)))
+        content = html.escape(page(self, None, {}))
         return (
             f"<pre>{html.escape(str(printed(self, WIDTH)))}</pre>"
             "<details><summary>all figures and residuals</summary>"

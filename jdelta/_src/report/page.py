@@ -10,6 +10,7 @@ from typing import Any
 
 from jdelta._src.hlo.overlap import Span
 from jdelta._src.plan.record import PlanRecord
+from jdelta._src.report.advice import advice
 from jdelta._src.report.pictures import Grid, Moment, Picture
 from jdelta._src.report.rok import RokCurve, RokPoint, curves
 from jdelta._src.report.table import HEAD, cells, rows, summary_lines
@@ -24,7 +25,6 @@ def page(
     picture: Picture | None,
     others: Mapping[str, PlanRecord],
     rok: Sequence[RokPoint] = (),
-    advice: Sequence[str] = (),
 ) -> str:
     """The page's HTML.
 
@@ -33,10 +33,9 @@ def page(
         picture: What its pictures of the step show; None leaves them out.
         others: Further plans to compare it with, by what to call them.
         rok: Measured runs to draw.
-        advice: What would help next, in sentences.
     """
     record = {
-        "advice": advice,
+        "advice": advice(plan),
         "figures": list(summary_lines(plan).items()),
         "budget": plan.question.budget,
         "memory": _memory(picture) if picture else None,
