@@ -272,6 +272,15 @@ def test_a_plan_called_with_arrays_says_how_to_run_the_step():
         plan(*arguments())
 
 
+def test_a_step_with_checkpoints_of_its_own_is_told_what_becomes_of_them():
+    checkpointed = make_step(jax.checkpoint(layer.__wrapped__))
+    fits = jdelta.plan(checkpointed, 1.0, *arguments())
+    assert "own jax.checkpoint stays" in fits.result
+    planned = jdelta.plan(checkpointed, 3 * fits.ceiling, *arguments(), pin={"*exp": "save"})
+    assert "own jax.checkpoint is planned too" in planned.result
+    assert "jax.checkpoint" not in jdelta.plan(plain_step, 1.0, *arguments(256)).result
+
+
 def test_pins_hold_where_the_plain_step_would_fit():
     plan = jdelta.plan(step, 1.0, *arguments(), pin={"*/exp": "recompute"})
     recomputed = {name for name, d in plan.decisions.items() if d is Decision.RECOMPUTE}

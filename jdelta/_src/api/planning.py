@@ -38,7 +38,7 @@ from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.search import updates_in_loops
 from jdelta._src.search.advice import hint
-from jdelta._src.search.candidate import Found
+from jdelta._src.search.candidate import CompiledCandidate, Found
 from jdelta._src.search.gate import Limits, verify
 from jdelta._src.search.groupings import Planning
 from jdelta._src.search.history import History
@@ -448,7 +448,7 @@ def _plan_for(
             floor=result.floor,
             ceiling=result.ceiling,
             estimates=result.estimates,
-            result=_result(result, search.items),
+            result=" ".join(filter(None, (_result(result, search.items), _own(best, own)))),
             compiles=result.compiles,
             hint=hint(best, search.step, search.items.residuals),
         ),
@@ -475,9 +475,18 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
     return Store(spill, by_callback=calls), rates_of(spill)
 
 
+def _own(best: CompiledCandidate, seconds: float) -> str:
+    """What becomes of the user's own ``jax.checkpoint``, which adds so many seconds to the step."""
+    if not seconds:
+        return ""
+    if best.decisions is None:
+        return "The step's own jax.checkpoint stays as it is."
+    return "The step's own jax.checkpoint is planned too: what its policy keeps does not count."
+
+
 def _result(search_result: Found, items: Items) -> str:
     if search_result.best.decisions is None:
-        return "The plain step fits: nothing is computed again."
+        return "The plain step fits: nothing is changed."
     if all(r.name in items.pinned or r.region_input for r in items.residuals if r.needed):
         return "The decisions fit; all of them were taken by hand (pin=)."
     result = (search_result.best.outcome or Outcome.HEURISTIC).value

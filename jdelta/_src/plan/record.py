@@ -158,7 +158,7 @@ class SearchRecord:
     """Between which bounds the plan was searched, and how that ended.
 
     For example ``SearchRecord(floor=5 << 30, ceiling=14 << 30, estimates=("floor",),
-    result="The plain step fits: nothing is computed again.", compiles=3, hint="")``.
+    result="The plain step fits: nothing is changed.", compiles=3, hint="")``.
 
     Attributes:
         floor: Least peak that recompute reaches, bytes per device.

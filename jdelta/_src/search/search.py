@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -213,7 +214,7 @@ class Search:
     def own_recompute(self) -> float:
         """Seconds that the user's own ``jax.checkpoint`` adds to the plain step."""
         target = self.step.target
-        if not any(op.recomputed for op, _ in walk(self._plain.emission.timeline.graph)):
+        if not self._has_own_recompute:
             return 0.0
         without = program_seconds(self.trace.graph, target.rates, target.backend)
         return max(0.0, self.proposals.seconds(self._plain) - without)
@@ -366,7 +367,14 @@ class Search:
 
     @property
     def _is_free(self) -> bool:
-        return rules.is_free(self.items.pinned)
+        """Whether the plain step does what was pinned: it saves all, but for its own recompute."""
+        pinned = self.items.pinned
+        return rules.is_free(pinned) and not (pinned and self._has_own_recompute)
+
+    @functools.cached_property
+    def _has_own_recompute(self) -> bool:
+        """Whether the user's own ``jax.checkpoint`` recomputes something."""
+        return any(op.recomputed for op, _ in walk(self._plain.emission.timeline.graph))
 
     @property
     def _is_small(self) -> bool:
