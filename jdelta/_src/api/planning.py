@@ -399,10 +399,11 @@ def _plan_for(
         else:
             chosen = updates_in_loops.Result(*planning.result(bound))
     search, result = chosen.search, chosen.outcome
-    chosen_trace, best = search.trace, result.best
+    chosen_trace = search.trace
     own = search.own_recompute()
     room = math.inf if spill is None or spill.limit_bytes is None else spill.limit_bytes
-    verify(best, search.items.residuals, Limits(result.budget, host_room, room))
+    verify(result.best, search.items.residuals, Limits(result.budget, host_room, room))
+    best = search.ready(result)
     measurement = best.measurement
     return Plan(
         question=Question(

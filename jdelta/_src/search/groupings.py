@@ -75,8 +75,7 @@ class Planning:
         """
         first = self._search(AS_WRITTEN)
         search, outcome = self._searched(first, first.bound(budget))
-        settled = (first if search.step.grouping.layers > 1 else search).settled(outcome)
-        return search, search.ready(settled)
+        return search, (first if search.step.grouping.layers > 1 else search).settled(outcome)
 
     def _searched(self, search: Search, bound: int) -> tuple[Search, Found]:
         if self.pin:

@@ -198,18 +198,18 @@ class Search:
         )
         return replace(settled, compiles=compiles.count)
 
-    def ready(self, outcome: Found) -> Found:
-        """What was found, its plan compiled where it is to run on attached devices.
+    def ready(self, outcome: Found) -> CompiledCandidate:
+        """The plan that was found, with its executable where it is to run on attached devices.
 
         Raises:
             BudgetError: Compiled once more the plan takes more than the measurement kept on disk.
         """
         if outcome.best.compiled is not None or self.step.target.ahead_of_time:
-            return outcome
+            return outcome.best
         best = self.attempts.compiles.with_executable(self.step, outcome.best)
         if best.peak > outcome.budget:
             raise grown(outcome.budget, outcome.best, best)
-        return replace(outcome, best=best)
+        return best
 
     def own_recompute(self) -> float:
         """Seconds that the user's own ``jax.checkpoint`` adds to the plain step."""
