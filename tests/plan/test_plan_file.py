@@ -349,9 +349,9 @@ def test_a_plan_made_ahead_of_time_runs_once_the_devices_are_there(half, path, m
     chip = Chip(kind, 2**34, resolve("cpu").rates, "1x1", "")
     ahead = asking(jdelta.load(path), target="cpu:here:1x1")
     other = dataclasses.replace(chip, kind="another")
-    monkeypatch.setattr(jdelta._src.backends.target, "CHIPS", {"cpu": {"here": other}})
+    monkeypatch.setattr("jdelta._src.backends.target.CHIPS", {"cpu": {"here": other}})
     with pytest.raises(TargetError, match="cpu:here:1x1, which is not attached"):
         ahead.jit(step)
-    monkeypatch.setattr(jdelta._src.backends.target, "CHIPS", {"cpu": {"here": chip}})
+    monkeypatch.setattr("jdelta._src.backends.target.CHIPS", {"cpu": {"here": chip}})
     assert ahead.jit(step)(*arguments())[1] == half.jit()(*arguments())[1]
     assert Decision.RECOMPUTE in ahead.decisions.values()

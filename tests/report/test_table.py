@@ -9,7 +9,9 @@ import pytest
 import jdelta
 from jdelta import Decision
 from jdelta._src.plan.record import Figures
+from jdelta._src.regions.region import Grouping
 from jdelta._src.report.table import MOST_LINES, headline, in_one_line, printed, rows
+from jdelta._src.spill import SpillRates
 from tests import small
 from tests.planning import asking
 
@@ -81,7 +83,7 @@ def test_all_that_can_be_said_of_a_plan_fits_too(plan, width):
     everything = having(
         with_many(plan, 60), undone=names, host_bytes=2**30, spill_bytes=2**30, code_bytes=2**20
     )
-    rates = jdelta._src.spill.SpillRates(1e9, 1e9)
+    rates = SpillRates(1e9, 1e9)
     everything = having(everything, spill_rates=rates)
     pins = tuple((f"{name}/*", Decision.SAVE) for name in names)
     spill = jdelta.Spill("/a/directory/with/a/long/name/for/what/is/spilled")
@@ -89,9 +91,7 @@ def test_all_that_can_be_said_of_a_plan_fits_too(plan, width):
         everything, pins=pins, per_layer=False, reorder=True, solver="milp", spill=spill
     )
     search = dataclasses.replace(everything.search, hint="Hint: less. " * 30, result="How. " * 90)
-    answer = dataclasses.replace(
-        everything.answer, grouping=jdelta._src.regions.region.Grouping(2), updates_moved=2**20
-    )
+    answer = dataclasses.replace(everything.answer, grouping=Grouping(2), updates_moved=2**20)
     everything = dataclasses.replace(everything, search=search, answer=answer)
     text = str(printed(everything, width))
     assert len(text.splitlines()) <= MOST_LINES

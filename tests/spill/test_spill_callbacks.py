@@ -43,7 +43,7 @@ def device():
 @pytest.fixture
 def spill(device, tmp_path, monkeypatch):
     """Directories are quick; where the CPU is asked for, it is one that has no handlers."""
-    monkeypatch.setattr(jdelta._src.api.planning, "rates_of", lambda _: SpillRates(1e11, 1e11))
+    monkeypatch.setattr("jdelta._src.api.planning.rates_of", lambda _: SpillRates(1e11, 1e11))
     habits = Spilling(by_callback=True, tries_handlers=False)
     monkeypatch.setitem(BACKENDS, "cpu", dataclasses.replace(CPU, spilling=habits))
     return jdelta.Spill(str(tmp_path), pool="1MiB", least="1KiB", adapter=device)
@@ -142,7 +142,7 @@ def forgets_to_read(store, token, aval, **place):
 
 @pytest.mark.compiler
 def test_a_tpu_holds_less(tmp_path, monkeypatch):
-    monkeypatch.setattr(jdelta._src.api.planning, "rates_of", lambda _: SpillRates(1e11, 1e11))
+    monkeypatch.setattr("jdelta._src.api.planning.rates_of", lambda _: SpillRates(1e11, 1e11))
     step, args = network(65536, 512)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
 

@@ -184,7 +184,7 @@ def test_handlers_are_tried_before_they_are_relied_on(monkeypatch):
 )
 def test_gpus_that_are_there_are_tried(platform, ahead, tried, monkeypatch):
     seen = []
-    monkeypatch.setattr(jdelta._src.passes.spill_record, "try_out", seen.append)
+    monkeypatch.setattr("jdelta._src.passes.spill_record.try_out", seen.append)
     here = resolve("cpu", jax.device_put(0.0, jax.devices()[0]))
     where = dataclasses.replace(
         here, platform=platform, ahead_of_time=ahead, _devices=jax.devices()[:2]
@@ -198,7 +198,7 @@ def test_gpus_that_are_there_are_tried(platform, ahead, tried, monkeypatch):
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_a_gpu_holds_less(scan, tmp_path, monkeypatch):
     """By the compiler's own figures; every value that is spilled is found in the program."""
-    monkeypatch.setattr(jdelta._src.api.planning, "rates_of", lambda _: SpillRates(1e11, 1e11))
+    monkeypatch.setattr("jdelta._src.api.planning.rates_of", lambda _: SpillRates(1e11, 1e11))
     step, args = network(16384, 512, scan=scan)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     name = "block/dot_general" if scan else "block_[0-4]/dot_general"

@@ -49,7 +49,7 @@ DROP = {"block/_where/select_n": "recompute"}
 @pytest.fixture
 def spill(tmp_path, monkeypatch):
     """Quick and the same for all: what a plan spills is then no matter of the machine."""
-    monkeypatch.setattr(jdelta._src.api.planning, "rates_of", lambda _: SpillRates(1e11, 1e11))
+    monkeypatch.setattr("jdelta._src.api.planning.rates_of", lambda _: SpillRates(1e11, 1e11))
     return jdelta.Spill(str(tmp_path), pool="1MiB", least="1KiB", adapter="memory")
 
 
@@ -210,7 +210,7 @@ def test_memory_is_freed(scan, remat, spill):
 
 @pytest.mark.filterwarnings("ignore::jdelta.SpillDriftWarning")  # the rates are made up
 def test_two_hundred_planned_steps_grow_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(jdelta._src.api.planning, "rates_of", lambda _: SpillRates(1e11, 1e11))
+    monkeypatch.setattr("jdelta._src.api.planning.rates_of", lambda _: SpillRates(1e11, 1e11))
     step, args = network(512)
     spill = jdelta.Spill(str(tmp_path), pool="1MiB", least="1KiB")
     plan = jdelta.plan(step, 0.6, *args, spill=spill)
