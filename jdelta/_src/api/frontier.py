@@ -86,8 +86,12 @@ class Frontier:
 
     def __str__(self) -> str:
         """A table of the plans that differ, and the floor."""
-        floor = [f"floor {format_bytes(self.floor)}"] if self.floor else []
-        return "\n".join([*aligned(HEAD, self.cells), *floor])
+        return "\n".join([*aligned(HEAD, self.cells), *self.notes])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What stands below the table: the floor, where it was met."""
+        return () if self.floor is None else (f"floor {format_bytes(self.floor)}",)
 
     @property
     def cells(self) -> tuple[tuple[str, ...], ...]:

@@ -162,9 +162,8 @@ def _frontier(options: Options) -> Answer:
         from jdelta import plot
 
         plot.frontier(step_frontier).savefig(options.plot)
-    floor = [f"floor {format_bytes(step_frontier.floor)}"] if step_frontier.floor else []
     record = {"plans": [figures(p) for p in step_frontier.plans], "floor": step_frontier.floor}
-    block = Block(frontier.HEAD, step_frontier.cells, notes=floor)
+    block = Block(frontier.HEAD, step_frontier.cells, notes=step_frontier.notes)
     return Answer(record, [block], code=0 if step_frontier.plans else 3)
 
 

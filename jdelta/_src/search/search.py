@@ -130,11 +130,6 @@ class Search:
         seconds = proposals.seconds(self._plain)
         return rules.may_other_cuts_be_quicker(outcome.best, proposals.floor(), seconds)
 
-    @property
-    def is_recompute_undone(self) -> bool:
-        """Whether the compiler keeps what is to be computed again, however the step is cut."""
-        return self.attempts.is_recompute_undone
-
     def promises(self, peak: int) -> bool:
         """Whether the floor may be below a peak, by its prediction."""
         return rules.may_be_below(self.proposals.least_predicted(), peak)
