@@ -203,6 +203,11 @@ class Spilling:
     tries_handlers: bool
 
 
+def nothing_to_say() -> str:
+    """Nothing to say."""
+    return ""
+
+
 @dataclass(frozen=True)
 class Devices:
     """The devices of a platform.

@@ -16,6 +16,7 @@ from jdelta._src.backends.backend import (
     Spilling,
     Tolerances,
     Transfers,
+    nothing_to_say,
 )
 
 
@@ -23,11 +24,6 @@ def _no_options(memory: int, needed: int, outside_loops: bool, least: bool) -> O
     """None: nothing is offloaded."""
     del memory, needed, outside_loops, least
     return {}
-
-
-def _nothing_to_say() -> str:
-    """Nothing to say."""
-    return ""
 
 
 def _one_memory(jaxlib: tuple[int, ...]) -> str:
@@ -99,7 +95,7 @@ CPU = Backend(
     devices=Devices(
         have_own_memory=False,
         memory_share=_equal_parts,
-        memory_reason=_nothing_to_say,
+        memory_reason=nothing_to_say,
         pinned=_nothing,
         offload_refusal=_one_memory,
         topology=None,

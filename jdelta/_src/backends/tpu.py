@@ -21,6 +21,7 @@ from jdelta._src.backends.backend import (
     Spilling,
     Tolerances,
     Transfers,
+    nothing_to_say,
 )
 from jdelta._src.backends.device_files import present
 from jdelta._src.errors import TargetError
@@ -70,11 +71,6 @@ def _may_offload(jaxlib: tuple[int, ...]) -> None:
 def _all_of_it() -> float:
     """All of it."""
     return 1.0
-
-
-def _nothing_to_say() -> str:
-    """Nothing to say."""
-    return ""
 
 
 def _all_there_is(physical: int | None) -> int | None:
@@ -152,7 +148,7 @@ TPU = Backend(
     devices=Devices(
         have_own_memory=True,
         memory_share=_all_of_it,
-        memory_reason=_nothing_to_say,
+        memory_reason=nothing_to_say,
         pinned=_all_there_is,
         offload_refusal=_may_offload,
         topology=_topology,
