@@ -90,7 +90,7 @@ class Frontier:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What stands below the table: the floor, where it was met."""
+        """The lines below the table, the floor where it was met."""
         return () if self.floor is None else (f"floor {format_bytes(self.floor)}",)
 
     @property
