@@ -20,10 +20,10 @@ from benchmarks.programs import decisions, programs
 from benchmarks.study import Job, Study
 from jdelta import TargetError
 from jdelta._src.api import largest
-from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
 from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import resolve
 from jdelta._src.residuals.file_link import Scope, hidden_scopes
+from jdelta._src.search.summary import NEXT_IS_TOO_LARGE
 from jdelta._src.spill import SpillRates
 from tests.compilers import TARGETS
 from tests.programs import PROGRAMS, SMALL

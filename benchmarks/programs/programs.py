@@ -19,9 +19,9 @@ import jdelta
 from benchmarks import cases, steps, study
 from benchmarks.study import Job, Row, Study, mib, share
 from jdelta._src._jax.sharding import shardings_of
-from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
 from jdelta._src.backends.target import resolve
 from jdelta._src.program.graph import graph_of
+from jdelta._src.search.summary import NEXT_IS_TOO_LARGE
 from tests.programs import PROGRAMS, Program, unmarked
 
 SHARE = 0.6

@@ -11,10 +11,10 @@ import pytest
 
 import jdelta
 from jdelta import BudgetError, Decision, OffloadError, PlanMismatchError
-from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
 from jdelta._src.search.candidate import Candidate
 from jdelta._src.search.gate import Limits
 from jdelta._src.search.search import Search
+from jdelta._src.search.summary import NEXT_IS_TOO_LARGE
 from tests.sines import shapes, step
 from tests.stand_in import EXACT, lowering_to_itself
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import jdelta
-from jdelta._src.api.planning import NEXT_IS_TOO_LARGE
 from jdelta._src.regions.region import Grouping
+from jdelta._src.search.summary import NEXT_IS_TOO_LARGE
 from tests.compilers import needs_cuda
 from tests.programs import PROGRAMS, unmarked
 from tests.sines import layer, unrolled

@@ -33,18 +33,16 @@ from jdelta._src.plan.user_step import OPTIONS, Jitted, check_kind, check_option
 from jdelta._src.regions.region import Grouping
 from jdelta._src.regions.trace import Trace, own_errors_only, trace
 from jdelta._src.residuals.file_link import to_files
-from jdelta._src.residuals.items import Items
 from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.search import updates_in_loops
 from jdelta._src.search.advice import hint
-from jdelta._src.search.candidate import CompiledCandidate, Found
 from jdelta._src.search.gate import Limits, verify
 from jdelta._src.search.groupings import Planning
 from jdelta._src.search.history import History
-from jdelta._src.sizes import format_bytes, format_some, parse_budget, parse_host_budget
+from jdelta._src.search.summary import summary
+from jdelta._src.sizes import format_bytes, parse_budget, parse_host_budget
 from jdelta._src.solver import DEFAULT_SOLVER, SOLVERS, Solver, solver_name
-from jdelta._src.solver.solution import Outcome
 from jdelta._src.spill import Spill, SpillRates, Store, rates_of
 from jdelta._src.versions import versions
 
@@ -52,14 +50,6 @@ _LOG = logging.getLogger(__name__)
 
 MARGIN = 0.05
 """Share of a target's memory left to allocator and runtime when no budget is given."""
-
-_BUDGET_IS_LEFT = (
-    "Some of the budget is left: the plan is predicted to be quicker than the plain step, for what "
-    "loops keep in stacks often takes longer to keep than to compute again."
-)
-
-NEXT_IS_TOO_LARGE = "What is left of the budget is less than what comes next"
-"""Begins the sentence in ``Plan.result`` about what did not fit."""
 
 Pins: TypeAlias = Mapping[str, Decision | str] | Callable[..., Any]
 
@@ -449,7 +439,7 @@ def _plan_for(
             floor=result.floor,
             ceiling=result.ceiling,
             estimates=result.estimates,
-            result=" ".join(filter(None, (_result(result, search.items), _own(best, own)))),
+            result=summary(result, search.items, own),
             compiles=result.compiles,
             hint=hint(best, search.step, search.items.residuals),
         ),
@@ -474,34 +464,6 @@ def _spilling(spill: Spill | None, target: Target) -> tuple[Store | None, SpillR
     check_handlers(target)
     _LOG.info("measuring how fast %s is", spill.path)
     return Store(spill, by_callback=calls), rates_of(spill)
-
-
-def _own(best: CompiledCandidate, seconds: float) -> str:
-    """What becomes of the user's own ``jax.checkpoint``, which adds so many seconds to the step."""
-    if not seconds:
-        return ""
-    if best.decisions is None:
-        return "The step's own jax.checkpoint stays as it is."
-    return "The step's own jax.checkpoint is planned too: what its policy keeps does not count."
-
-
-def _result(search_result: Found, items: Items) -> str:
-    if search_result.best.decisions is None:
-        return "The plain step fits: nothing is changed."
-    if all(r.name in items.pinned or r.region_input for r in items.residuals if r.needed):
-        return "The decisions fit; all of them were taken by hand (pin=)."
-    result = (search_result.best.outcome or Outcome.HEURISTIC).value
-    if refused := search_result.refused:
-        return (
-            f"{result} {NEXT_IS_TOO_LARGE}: with "
-            f"{format_some(refused.names, 3)} ({format_bytes(refused.bytes)}) kept too the step "
-            f"takes {format_bytes(refused.peak)}."
-        )
-    return (
-        result
-        if search_result.is_used or search_result.best.overhead >= 0
-        else f"{result} {_BUDGET_IS_LEFT}"
-    )
 
 
 def _host_capacity(host_budget: int | str | None, target: Target, placed: Any) -> float:
