@@ -7,6 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ RATES = Rates(
     device_to_host=0.5,
     host_to_device=0.25,
     interconnect=4.0,
+    spread=0.125,
 )
 
 
@@ -120,6 +122,7 @@ def test_cpu_shares_the_machine_and_refuses_offload():
 
 def test_rates_are_measured_once(timed):
     assert resolve("cpu").rates == resolve("cpu").rates == RATES
+    assert resolve("cpu").rates.spread == RATES.spread
     assert len(timed) == 1
 
 
@@ -150,12 +153,12 @@ def test_products_of_higher_precision_have_rates_of_their_own():
 
 
 @pytest.mark.parametrize("asked", ["default", "highest"])
-def test_rates_do_not_depend_on_the_precision_that_is_set(asked, monkeypatch):
+def test_rates_do_not_depend_on_the_precision_that_is_set(asked):
     seen = []
-    monkeypatch.setattr(rates, "_seconds", lambda call: seen.append(jax.make_jaxpr(call)()) or 1.0)
+    clock = mock.Mock(seconds=lambda call: seen.append(jax.make_jaxpr(call)()) or 1.0)
     with jax.default_matmul_precision(asked):
         for kind in ("float32", "float32 highest"):
-            rates._matmul(jax.devices("cpu")[0], rates._CPU, kind)
+            rates._matmul(jax.devices("cpu")[0], rates._CPU, clock, kind)
     by_default, highest = map(str, seen)
     assert "HIGHEST" not in by_default
     assert "HIGHEST" in highest
@@ -168,6 +171,14 @@ def test_measuring_covers_every_rate(monkeypatch):
     timed = rates._timed(jax.devices("cpu")[0])
     assert all(rate > 0 for _, rate in timed.matmul)
     assert min(dataclasses.astuple(timed)[1:]) > 0
+
+
+def test_the_spread_is_that_of_the_rate_that_varies_most(monkeypatch):
+    ticks = iter([*[0, 1, 1, 3, 3, 5, 5, 6, 6, 8], *[0, 2] * 5])  # 1, 2, 2, 1, 2 s, then 2 s always
+    monkeypatch.setattr(rates.time, "perf_counter", lambda: next(ticks))
+    clock = rates._Clock()
+    assert [clock.seconds(lambda: 0), clock.seconds(lambda: 0)] == [1, 2]
+    assert clock.spread == 1.0
 
 
 # The table

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +33,9 @@ _PRODUCTS = {
     "float32": Precision.DEFAULT,
     "float32 highest": Precision.HIGHEST,
 }
-_OTHERS = ("vector", "integer", "bandwidth", "device_to_host", "host_to_device")
+_OTHERS = ("vector", "integer", "bandwidth", "device_to_host", "host_to_device", "spread")
+"""Of the fields of `Rates`; the last one is no rate."""
+
 _REPEATS, _LEAST_SECONDS = 5, 0.1
 """How often, and how long at least, a program is timed."""
 
@@ -81,6 +84,7 @@ def measured_rates(device: Device, published: Rates | None) -> Rates:
     if rates is None:
         _LOG.info("measuring how fast %s is", device.device_kind)
         rates = _timed(local)
+        _LOG.info("repeats of one rate lie up to %.0f %% apart", 100 * rates.spread)
         cache.write("rates", name, dict(zip(_fields(), _flat(rates), strict=True)))
     if jax.process_count() > 1:
         rates = _unflat(multihost_utils.broadcast_one_to_all(np.array(_flat(rates))).tolist())
@@ -103,50 +107,67 @@ def _flat(rates: Rates) -> list[float]:
 
 
 def _unflat(values: Sequence[float]) -> Rates:
-    matmul = tuple(zip(_PRODUCTS, values[: len(_PRODUCTS)], strict=True))
-    return Rates(matmul, *values[len(_PRODUCTS) :])
+    figures = dict(zip(_fields(), values, strict=True))
+    matmul = tuple((kind, figures.pop(kind)) for kind in _PRODUCTS)
+    return Rates(matmul, **figures)
 
 
 def _known(name: str) -> Rates | None:
     record = cache.read("rates", name) or {}
-    values = [record.get(field) for field in _fields()]
-    figures = [value for value in values if isinstance(value, float) and value > 0]
-    return _unflat(figures) if len(figures) == len(values) else None
+    figures = [value for value in map(record.get, _fields()) if isinstance(value, float)]
+    if len(figures) < len(_fields()):
+        return None
+    rates = _unflat(figures)
+    return rates if min(figures[:-1]) > 0 <= rates.spread else None
 
 
 def _has_own_memory(device: Device) -> bool:
     return backend_of(platform_of(device)).devices.have_own_memory
 
 
+class _Clock:
+    """Times programs.
+
+    Attributes:
+        spread: How much longer than the least time the median was, where that is most.
+    """
+
+    def __init__(self):
+        self.spread = 0.0
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """The quickest of several calls, after one that compiles and allocates.
+
+        What else runs on the machine only ever makes a call slower.
+        """
+        jax.block_until_ready(call())
+        times: list[float] = []
+        while len(times) < _REPEATS or sum(times) < _LEAST_SECONDS:
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            times.append(time.perf_counter() - start)
+        least = min(times)
+        self.spread = max(self.spread, statistics.median(times) / least - 1)
+        return least
+
+
 def _timed(device: Device) -> Rates:
     sizes = _ACCELERATOR if _has_own_memory(device) else _CPU
-    bandwidth = _bandwidth(device, sizes)
-    to_host, to_device = _link(device, sizes) or (bandwidth / 2, bandwidth / 2)
+    clock = _Clock()
+    bandwidth = _bandwidth(device, sizes, clock)
+    to_host, to_device = _link(device, sizes, clock) or (bandwidth / 2, bandwidth / 2)
     return Rates(
-        matmul=tuple((kind, _matmul(device, sizes, kind)) for kind in _PRODUCTS),
-        vector=_vector(device, sizes),
-        integer=_integer(device, sizes),
+        matmul=tuple((kind, _matmul(device, sizes, clock, kind)) for kind in _PRODUCTS),
+        vector=_vector(device, sizes, clock),
+        integer=_integer(device, sizes, clock),
         bandwidth=bandwidth,
         device_to_host=to_host,
         host_to_device=to_device,
+        spread=clock.spread,
     )
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    """The quickest of several calls, after one that compiles and allocates.
-
-    What else runs on the machine only ever makes a call slower.
-    """
-    jax.block_until_ready(call())
-    times: list[float] = []
-    while len(times) < _REPEATS or sum(times) < _LEAST_SECONDS:
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def _matmul(device: Device, sizes: _Sizes, kind: str) -> float:
+def _matmul(device: Device, sizes: _Sizes, clock: _Clock, kind: str) -> float:
     """FLOP/s of a chain of square products, the weights scaled so that nothing overflows."""
     n, precision = sizes.matrix, _PRODUCTS[kind]
     weights = np.random.default_rng(0).standard_normal((n, n), np.float32) / n**0.5
@@ -159,10 +180,10 @@ def _matmul(device: Device, sizes: _Sizes, kind: str) -> float:
             y = jnp.matmul(y, x, precision=precision)
         return y
 
-    return 2 * n**3 * sizes.chain / _seconds(partial(chain, x))
+    return 2 * n**3 * sizes.chain / clock.seconds(partial(chain, x))
 
 
-def _vector(device: Device, sizes: _Sizes) -> float:
+def _vector(device: Device, sizes: _Sizes, clock: _Clock) -> float:
     """FLOP/s of multiply-adds on values that stay in registers."""
     steps = sizes.each
     x = _array(device, sizes.registers)
@@ -173,10 +194,10 @@ def _vector(device: Device, sizes: _Sizes) -> float:
             x = x * x + 0.25
         return x
 
-    return 2 * steps * x.size / _seconds(partial(chain, x))
+    return 2 * steps * x.size / clock.seconds(partial(chain, x))
 
 
-def _integer(device: Device, sizes: _Sizes) -> float:
+def _integer(device: Device, sizes: _Sizes, clock: _Clock) -> float:
     """Operations/s on integers that stay in registers, as random bits are made of."""
     steps = sizes.each // 2
     x = _array(device, sizes.registers).view(jnp.uint32)
@@ -187,10 +208,10 @@ def _integer(device: Device, sizes: _Sizes) -> float:
             x = (x ^ (x >> 7)) + 0x1E3779B9
         return x
 
-    return 3 * steps * x.size / _seconds(partial(chain, x))
+    return 3 * steps * x.size / clock.seconds(partial(chain, x))
 
 
-def _bandwidth(device: Device, sizes: _Sizes) -> float:
+def _bandwidth(device: Device, sizes: _Sizes, clock: _Clock) -> float:
     """Bytes/s read and written by passes over one array, so that allocating it hardly counts."""
     passes = 16
     x = _array(device, sizes.array)
@@ -202,10 +223,10 @@ def _bandwidth(device: Device, sizes: _Sizes) -> float:
     def sweep(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, passes, once, x)
 
-    return 2 * passes * x.nbytes / _seconds(partial(sweep, x))
+    return 2 * passes * x.nbytes / clock.seconds(partial(sweep, x))
 
 
-def _link(device: Device, sizes: _Sizes) -> tuple[float, float] | None:
+def _link(device: Device, sizes: _Sizes, clock: _Clock) -> tuple[float, float] | None:
     """Bytes/s to pinned host memory and back; ``None`` where the host's memory is the device's."""
     if not _has_own_memory(device):
         return None
@@ -213,8 +234,8 @@ def _link(device: Device, sizes: _Sizes) -> tuple[float, float] | None:
     x = _array(device, sizes.array)
     on_host = on_device.with_memory_kind("pinned_host")
     host = jax.device_put(x, on_host)
-    away = _seconds(partial(jax.device_put, x, on_host))
-    back = _seconds(partial(jax.device_put, host, on_device))
+    away = clock.seconds(partial(jax.device_put, x, on_host))
+    back = clock.seconds(partial(jax.device_put, host, on_device))
     return x.nbytes / away, x.nbytes / back
 
 
