@@ -448,7 +448,7 @@ def with_a_constraint(mesh):
 
 
 @pytest.mark.parametrize("way", ["shard_map", "constraint", "set mesh", "results", "committed"])
-def test_arguments_without_a_place_go_where_the_program_runs(way):
+def test_arguments_without_a_place_go_where_the_program_runs(way, tmp_path):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     step = {"shard_map": in_a_shard_map, "constraint": with_a_constraint}.get(
         way, lambda _: jax.grad(mean_of_layers)
@@ -462,4 +462,24 @@ def test_arguments_without_a_place_go_where_the_program_runs(way):
         plan = jdelta.plan(step, None, *args, pin={"*": "recompute"}, **options)
         assert_same(plan.jit()(*args), expected)
         assert_same(jdelta.jit(step, budget="1GiB", **options)(*args), expected)
+        plan.save(tmp_path / "plan.json")
+        loaded = jdelta.load(tmp_path / "plan.json")
+        assert_same(loaded.jit(jax.jit(step, **options))(*args), expected)
     assert plan.arguments[0].endswith("P() over d=4") == (way != "committed")
+
+
+def test_a_step_that_names_no_mesh_is_not_traced_once_more_for_all_devices():
+    calls = []
+
+    def step(w, x):
+        calls.append(jax.device_count())
+        return jax.grad(mean_of_layers)(w, x)
+
+    args = jnp.ones((3, 16, 16)) / 16, jnp.ones((32, 16))
+    counts = []
+    for placed in args, jax.device_put(args, jax.devices()[0]):
+        calls.clear()
+        jdelta.plan(step, None, *placed)
+        counts.append(len(calls))
+    assert jax.device_count() > 1
+    assert counts[0] == counts[1]

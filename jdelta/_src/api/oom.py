@@ -137,7 +137,7 @@ def explain_oom(
     told: dict[str, Any] = {"donate_argnums": donate_argnums, **options}
     asked = jitted(step_fn, **{name: told[name] for name in OPTIONS if name in told})
     own = {name: told.pop(name) for name in tuple(told) if name in asked.parameters}
-    call = call_of(asked, args, own)
+    call = call_of(asked, args, own).over_own_mesh()
     where = resolve(target, call.placed)
     call = call.abstract(where)
     step = Step(call.fun, call.args, call.donated(asked.donate), where, {}, names=call.names)

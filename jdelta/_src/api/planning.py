@@ -30,7 +30,7 @@ from jdelta._src.passes.spill_record import check_handlers
 from jdelta._src.plan.call import Call, call_of, described
 from jdelta._src.plan.record import Answer, Figures, ProgramIdentity, Question, SearchRecord
 from jdelta._src.plan.user_step import OPTIONS, Jitted, check_kind, check_options, jitted
-from jdelta._src.regions.region import Grouping
+from jdelta._src.regions.region import AS_WRITTEN, Grouping
 from jdelta._src.regions.trace import Trace, own_errors_only, trace
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.links import Link
@@ -317,13 +317,30 @@ def _plan(
 ) -> Plan:
     with contextlib.ExitStack() as during:
         during.enter_context(showing(progress))
-        where = resolve(target, call.placed)
+        where, placed, traced = _traced(target, call)
         job = Job.of(where.devices(), ahead_of_time=where.ahead_of_time)
         during.enter_context(job.failing_together())
-        plan = _plan_for(job, where, asked, budget, call.abstract(where), **options)
+        plan = _plan_for(job, where, asked, budget, placed, traced, **options)
         decisions = sorted((name, decision.value) for name, decision in plan.decisions.items())
         job.check_alike(f"{plan.program.fingerprint} {plan.budget} {decisions}")
     return plan
+
+
+def _traced(target: str | None, call: Call) -> tuple[Target, Call, Callable[[Grouping], Trace]]:
+    """The target, the call with shapes placed there, and what stages it, each grouping once."""
+    where = resolve(target, call.placed)
+    placed = call.abstract(where)
+
+    @functools.cache
+    def traced(grouping: Grouping) -> Trace:
+        return trace(placed.fun, *placed.args, grouping=grouping, platform=where.platform)
+
+    if call.may_have_own_mesh:
+        with own_errors_only(placed.fun, placed.args, where.platform):
+            mesh = traced(AS_WRITTEN).mesh
+        if mesh:
+            return _traced(target, dataclasses.replace(call, own_mesh=mesh))
+    return where, placed, traced
 
 
 def _plan_for(
@@ -332,6 +349,7 @@ def _plan_for(
     asked: Jitted,
     budget: int | float | str | None,
     call: Call,
+    traced: Callable[[Grouping], Trace],
     *,
     solver: Solver,
     host_budget: int | str | None,
@@ -360,9 +378,6 @@ def _plan_for(
 
     def files(residuals: Sequence[Residual]) -> Link | None:
         return to_files(spill, rates, residuals, where) if spill and rates else None
-
-    def traced(grouping: Grouping) -> Trace:
-        return trace(call.fun, *placed, grouping=grouping, platform=where.platform)
 
     def step(step_trace: Trace) -> Step:
         return Step(

@@ -139,7 +139,7 @@ def schedule(
         static_argnums=static_argnums,
         static_argnames=static_argnames,
     )
-    call = call_of(step, args, {})
+    call = call_of(step, args, {}).over_own_mesh()
     where = resolve(target, call.placed)
     call = call.abstract(where)
     graph, donated = _staged(call, call.donated(step.donate), where.platform)

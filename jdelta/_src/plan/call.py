@@ -37,6 +37,7 @@ class Call:
         in_shardings: Where each is to be: a sharding or a tree of them, None for where it is.
         out_shardings: Where the results are to be, likewise.
         finish: From what ``fun`` returns to what the step does.
+        own_mesh: The mesh that the program names, where it was looked for and found.
     """
 
     fun: Callable[..., Any]
@@ -47,6 +48,7 @@ class Call:
     in_shardings: tuple[Any, ...] | None = None
     out_shardings: Any = None
     finish: Callable[[Any], Any] = _as_they_are
+    own_mesh: Mesh | None = None
 
     @functools.cached_property
     def key(self) -> Any:
@@ -65,27 +67,44 @@ class Call:
             ArgumentError: An argument is nothing that JAX traces.
         """
         self._check_traceable()
-        args = self.args
-        if self.in_shardings is not None:
-            args = _over(self.in_shardings, args, "in_shardings", _moved)
-        if any(committed_sharding(leaf) for leaf in jax.tree.leaves(args)) or self._mesh is None:
-            return args
-        everywhere = NamedSharding(self._mesh, PartitionSpec())
-        return jax.tree.map(lambda x: x if _jax.is_ref(x) else _moved(x, everywhere), args)
+        mesh = self._mesh or self.own_mesh
+        if self._has_places or mesh is None:
+            return self._moved
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return jax.tree.map(lambda x: x if _jax.is_ref(x) else _at(x, everywhere), self._moved)
+
+    @property
+    def may_have_own_mesh(self) -> bool:
+        """Whether a mesh that the program names, if there is one, says where the arguments go."""
+        return not (self._mesh or self.own_mesh or self._has_places) and jax.device_count() > 1
+
+    def over_own_mesh(self) -> Call:
+        """The call with the mesh that its program names, which is traced to find it."""
+        with contextlib.suppress(Exception):  # what is wrong with it is said where it is traced
+            if self.may_have_own_mesh:
+                program = jax.jit(self.fun).trace(*self.args).jaxpr
+                return replace(self, own_mesh=next(_jax.meshes_in(program), None))
+        return self
+
+    @functools.cached_property
+    def _moved(self) -> tuple[Any, ...]:
+        """The arguments where ``in_shardings`` puts them."""
+        if self.in_shardings is None:
+            return self.args
+        return _over(self.in_shardings, self.args, "in_shardings", _at)
+
+    @functools.cached_property
+    def _has_places(self) -> bool:
+        return any(committed_sharding(leaf) for leaf in jax.tree.leaves(self._moved))
 
     @functools.cached_property
     def _mesh(self) -> Mesh | None:
-        """The mesh that is set, else that of the results or one in the program, which is traced."""
+        """The mesh that is set, else that of the results."""
         if mesh := _jax.current_mesh():
             return mesh
         named = jax.tree.leaves(self.out_shardings, is_leaf=_is_place)
         meshes = (s.mesh for s in named if isinstance(s, NamedSharding))
-        if mesh := next((m for m in meshes if isinstance(m, Mesh)), None):
-            return mesh
-        if jax.device_count() > 1:
-            with contextlib.suppress(Exception):  # what is wrong with it is said where it is traced
-                return next(_jax.meshes_in(jax.jit(self.fun).trace(*self.args).jaxpr), None)
-        return None
+        return next((m for m in meshes if isinstance(m, Mesh)), None)
 
     def abstract(self, target: Target) -> Call:
         """The call with shapes in place of arrays, placed on a target.
@@ -270,7 +289,7 @@ def _sharding(place: Any) -> Sharding:
     )
 
 
-def _moved(leaf: Any, sharding: Sharding) -> Any:
+def _at(leaf: Any, sharding: Sharding) -> Any:
     """The shape of an argument at another place."""
     aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
     weak = getattr(aval, "weak_type", False)

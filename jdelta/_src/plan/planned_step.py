@@ -63,13 +63,13 @@ class PlannedStep:
                 f"{call.static}. Plan again for these, or use jdelta.jit, which does."
             )
         if self._compiled is None:
-            _check_arguments(self.plan, call)
-            self._compiled = compiled(self.plan, call, self._step.donate)
+            planned = _checked(self.plan, call)
+            self._compiled = compiled(self.plan, planned, self._step.donate)
             self._static = call.static
         if getattr(jax.config, "jax_disable_jit", False):  # nothing compiled is called then
             return call.finish(call.fun(*call.args))
         if any(self._refs) and self._refs != _refs_in(call):  # a compiled step writes what it gets
-            _check_arguments(self.plan, call)
+            _checked(self.plan, call)
         try:
             results = self._results(call.args)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -77,7 +77,7 @@ class PlannedStep:
             _check_alive(call, error)
             if isinstance(error, RuntimeError):
                 raise
-            _check_arguments(self.plan, call)
+            _checked(self.plan, call)
             raise PlanMismatchError(
                 "The step was planned for other arguments than it was called with. Plan again for "
                 f"these, or use jdelta.jit, which does. JAX says: {error}"
@@ -137,21 +137,29 @@ def _check_alive(call: Call, error: Exception) -> None:
                 ) from error
 
 
-def _check_arguments(plan: PlanRecord, call: Call) -> None:
-    """Compare a call's arguments with those that a plan was made for.
+def _checked(plan: PlanRecord, call: Call) -> Call:
+    """A call with arguments that a plan was made for, over the mesh that it was made for.
 
     Raises:
         PlanMismatchError: They have other shapes, dtypes or shardings: says which. Or JAX is
             tracing them.
     """
     refuse_tracers(call)
-    placed = call.abstract(resolve_planned(plan.question.target, call.placed))
-    changed = difference(plan.program.arguments, described(placed))
+    changed = _changed(plan, call)
+    if changed and call.may_have_own_mesh:
+        call = call.over_own_mesh()
+        changed = _changed(plan, call)
     if changed:
         raise PlanMismatchError(
             "The plan was made for arguments of other shapes, dtypes or shardings: "
             f"{changed}. Plan again for these, or use jdelta.jit, which does."
         )
+    return call
+
+
+def _changed(plan: PlanRecord, call: Call) -> str | None:
+    placed = call.abstract(resolve_planned(plan.question.target, call.placed))
+    return difference(plan.program.arguments, described(placed))
 
 
 def recompiled(plan: PlanRecord, step_fn: Callable[..., Any], args: tuple[Any, ...]) -> Measurement:
@@ -165,8 +173,8 @@ def recompiled(plan: PlanRecord, step_fn: Callable[..., Any], args: tuple[Any, .
     Raises:
         PlanMismatchError: The plan was made for other arguments, or for another program.
     """
-    call = call_of(replace(jitted(step_fn), static=plan.question.static), args, {})
-    _check_arguments(plan, call)
+    step = replace(jitted(step_fn), static=plan.question.static)
+    call = _checked(plan, call_of(step, args, {}))
     _, measurement, peak = _compiled(plan, call, plan.question.donate_argnums)
     return dataclasses.replace(measurement, peak=peak)
 

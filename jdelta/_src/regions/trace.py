@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from jdelta._src import _jax
 from jdelta._src._jax import Jaxpr
@@ -80,6 +81,7 @@ class Trace:
     """A step as one program.
 
     Attributes:
+        closed: The step as it was staged.
         graph: The un-rematerialised step, with the names of its regions' values in it.
         regions: Its regions, in the order of the forward pass. Without a gradient there are none.
         automatic: Whether they were found in the program, since no gradient goes through any that
@@ -93,6 +95,7 @@ class Trace:
         recorded: The program itself; None where plans are not made of it.
     """
 
+    closed: Jaxpr
     graph: Graph
     regions: tuple[Region, ...]
     automatic: bool
@@ -101,6 +104,11 @@ class Trace:
     outside: bool = False
     uncut: str = ""
     recorded: Recorded | None = None
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The first mesh that the program names."""
+        return next(_jax.meshes_in(self.closed), None)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -165,7 +173,7 @@ def trace(
     uncut = uncut_reason(reason)
     if grouping != AS_WRITTEN:
         raise TraceError(uncut) from reason
-    return Trace(staged.graph, (), False, grouping, staged.fingerprint, uncut=uncut)
+    return Trace(staged.closed, staged.graph, (), False, grouping, staged.fingerprint, uncut=uncut)
 
 
 @contextlib.contextmanager
@@ -234,6 +242,7 @@ def _with_regions(
     # A nested loop gets its further jax.checkpoint only under a policy.
     recorded = None if grouping.nested else Recorded(staged.closed, staged.results, names)
     return Trace(
+        staged.closed,
         graph,
         regions,
         session.automatic and session.gradients > 0,
