@@ -16,6 +16,7 @@ from jdelta._src.versions import __version__  # noqa: E402
 project = "jdelta"
 author = "the jdelta authors"
 version = release = __version__
+html_show_copyright = False
 html_title = f"jdelta {__version__}"
 
 extensions = [

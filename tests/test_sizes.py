@@ -82,6 +82,13 @@ def test_what_is_refused_says_why(budget, says):
 )
 def test_bytes(size, text):
     assert format_bytes(size) == text
+    assert format_bytes(size, up=True) == text  # nothing is rounded
+
+
+@pytest.mark.parametrize("size", [1001, 312065188, 18612224, 97.6085 * 2**20, 5 * 2**30 + 1])
+def test_bytes_rounded_up_are_enough_as_a_budget(size):
+    enough = parse_budget(format_bytes(size, up=True)).bytes
+    assert size <= enough <= 1.01 * size + 1
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,20 @@ class BudgetError(JdeltaError, ValueError):
 
     Attributes:
         floor: Least compiled peak reached, bytes per device; ``None`` when nothing was compiled.
+        budget: The budget in bytes, a share's too; ``None`` when nothing was compiled.
+        ceiling: Compiled peak of the plain step, bytes per device; ``None`` where it was not
+            compiled.
     """
 
-    def __init__(self, message: str, floor: int | None = None):
+    def __init__(
+        self,
+        message: str,
+        floor: int | None = None,
+        budget: int | None = None,
+        ceiling: int | None = None,
+    ):
         super().__init__(message)
-        self.floor = floor
+        self.floor, self.budget, self.ceiling = floor, budget, ceiling
 
 
 class PlanMismatchError(JdeltaError, ValueError):

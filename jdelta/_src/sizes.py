@@ -138,14 +138,22 @@ def _parse_text(text: str) -> Budget:
     return Budget(bytes=size)
 
 
-def format_bytes(size: float) -> str:
-    """Bytes with a binary unit and three or four digits: ``1.50 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1000 or unit == "GiB":
+def format_bytes(size: float, *, up: bool = False) -> str:
+    """Bytes with a binary unit and three or four digits: ``1.50 GiB``.
+
+    Args:
+        size: How many.
+        up: Whether to round up, so that a budget that is read off the text is no less.
+    """
+    unit, scale = "B", 1
+    for larger in ("KiB", "MiB", "GiB"):
+        if abs(size) < 1000 * scale:
             break
-        size /= 1024
-    digits = 0 if unit == "B" else 2 if abs(size) < 100 else 1
-    return f"{size:.{digits}f} {unit}"
+        unit, scale = larger, 1024 * scale
+    digits = 0 if unit == "B" else 2 if abs(size) < 100 * scale else 1
+    if up:
+        size = -(-size * 10**digits // scale) * scale / 10**digits
+    return f"{size / scale:.{digits}f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -233,6 +233,17 @@ def test_oom_where_no_plan_fits(monkeypatch):
     assert "does not fit" in str(oom)
 
 
+def test_oom_of_a_share_goes_by_the_compiled_peak_of_the_plain_step():
+    args = small.make_args(4096)
+    with pytest.raises(jdelta.BudgetError) as refused:
+        jdelta.plan(small.step, 0.05, *args)
+    oom = jdelta.explain_oom(small.step, *args, budget=0.05)
+    assert not oom.estimated
+    assert (oom.needed, oom.floor) == (refused.value.ceiling, refused.value.floor)
+    assert oom.budget == refused.value.budget == pytest.approx(0.05 * oom.needed, abs=1)
+    assert "(predicted)" not in str(oom).partition("\n\n")[0]
+
+
 def test_oom_where_a_plan_fits(monkeypatch):
     monkeypatch.setattr("jdelta._src.backends.target._memory", lambda _: 56 << 20)
     oom = jdelta.explain_oom(small.step, *small.make_args(4096), target="cpu")

@@ -110,6 +110,47 @@ def test_where_recompute_is_undone_nothing_else_is_compiled(budget, monkeypatch)
     assert len(peaks) == 2  # the plain step and a plan
 
 
+def shapes(layers=LAYERS):
+    ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(layers)]
+    return ws, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+
+
+def test_near_the_floor_a_plan_that_keeps_some_is_tried(monkeypatch):
+    """A compiler may take more for everything recomputed than where some is kept."""
+    least = []
+
+    def measured(emission, *args, **options):
+        peak = emission.simulated
+        least.append(peak)  # the floor is compiled first
+        return None, dataclasses.replace(EXACT, peak=int(1.25 * peak) if peak == least[0] else peak)
+
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.history.measure", measured)
+    with pytest.raises(jdelta.BudgetError) as refused:
+        jdelta.plan(step, "1MiB", *shapes(), target="cpu", per_layer=False)
+    floor = refused.value.floor
+    assert floor == int(1.25 * least[0])
+    plan = jdelta.plan(step, int(0.9 * floor), *shapes(), target="cpu", per_layer=False)
+    assert plan.compiled_peak <= plan.budget < floor
+
+
+def test_a_budget_that_arguments_alone_exceed_is_refused_at_once(monkeypatch):
+    fixed = 400 << 20
+    compiled = []
+
+    def measured(emission, *args, **options):
+        compiled.append(emission.policy)
+        peak = fixed + (20 << 20)
+        return None, dataclasses.replace(EXACT, peak=peak, arguments=fixed, outputs=0)
+
+    monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
+    monkeypatch.setattr("jdelta._src.search.history.measure", measured)
+    with pytest.raises(jdelta.BudgetError, match=r"results alone take 400\.0 MiB: no plan fits"):
+        jdelta.plan(step, fixed - 1, *shapes(), target="tpu:v5e:2x2")
+    assert len(compiled) == 2  # to say the floor, and the plain step
+    assert None in compiled
+
+
 @jdelta.remat
 def normed(w, x):
     scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)

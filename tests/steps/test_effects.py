@@ -139,7 +139,7 @@ def test_a_marked_unit_with_a_callback_is_refused_by_its_line():
 
     with pytest.raises(TraceError, match=r"'block' has io_callback in it at .*test_effects.py:\d+"):
         jdelta.plan(step, None, W, pin=EVERYTHING)
-    with pytest.raises(TraceError, match=r"below the .* that the step needs .*'block' has io"):
+    with pytest.raises(TraceError, match=r"below the .* that the step needs\. .*'block' has io"):
         jdelta.plan(step, 0.5, W)
     assert "fits" in str(jdelta.explain_oom(step, W))
     assert len(jdelta.frontier(step, W).plans) == 1

@@ -91,7 +91,7 @@ class Frontier:
     @property
     def notes(self) -> tuple[str, ...]:
         """The lines below the table, the floor where it was met."""
-        return () if self.floor is None else (f"floor {format_bytes(self.floor)}",)
+        return () if self.floor is None else (f"floor {format_bytes(self.floor, up=True)}",)
 
     @property
     def cells(self) -> tuple[tuple[str, ...], ...]:

@@ -29,7 +29,7 @@ from jdelta._src.sizes import format_array, format_bytes, format_seconds, parse_
 
 _SHOWN = 12
 
-_NOTHING_TO_DO = "By this prediction the plain step fits: nothing has to be done."
+_NOTHING_TO_DO = "The plain step fits: nothing has to be done."
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class OutOfMemory:
         memory: Bytes per device that a program can use there.
         budget: Bytes per device that the step is to fit in: the budget asked for, of a share of the
             plain step's peak what it comes to; ``memory`` where none was asked for.
-        needed: Predicted peak of the plain step, bytes per device.
+        needed: Peak of the plain step, bytes per device.
+        estimated: Whether ``needed`` is a prediction: planning did not have to compile that step.
         alive: What is alive at its peak, largest first.
         plan: A plan within the memory; None where there is none.
         floor: Least peak that planning reaches, bytes per device; None where it was not needed.
@@ -72,6 +73,7 @@ class OutOfMemory:
     memory: int
     budget: int
     needed: int
+    estimated: bool
     alive: tuple[Alive, ...]
     plan: Plan | None
     floor: int | None
@@ -92,8 +94,8 @@ class OutOfMemory:
         budget = f"the budget is {format_bytes(self.budget)}, and "
         room = memory if self.budget == self.memory else budget + memory
         yield from textwrap.wrap(
-            f"The plain step needs {format_bytes(self.needed)} per device (predicted) and "
-            f"{verdict}: {room}.",
+            f"The plain step needs {format_bytes(self.needed)} per device"
+            f"{' (predicted)' * self.estimated} and {verdict}: {room}.",
             WIDTH,
         )
         if self.needed > self.memory:
@@ -143,19 +145,21 @@ def explain_oom(
     step = Step(call.fun, call.args, call.donated(asked.donate), where, {}, names=call.names)
     step_trace = trace(call.fun, *call.args, platform=where.platform)
     line = timeline(step_trace.graph, Compiler(where.backend))
-    needed = line.peak + fixed_bytes(step_trace.graph, step)
-    fitting_plan, floor = None, None
+    predicted = line.peak + fixed_bytes(step_trace.graph, step)
+    fitting_plan, refused = None, None
     try:
         told["target"] = target
         fitting_plan = plan(step_fn, budget, *args, **own, **told)
     except (BudgetError, TraceError) as error:
         if error.floor is None:
             raise
-        floor = error.floor
+        refused = error
+    known = _compiled_plain(fitting_plan, refused)
+    needed, floor = known or predicted, refused and refused.floor
     room = where.memory
     if bound is not None:
-        share = round((bound.share or 0.0) * needed)
-        room = bound.bytes or (fitting_plan.budget if fitting_plan else share)
+        planned = fitting_plan or (refused if isinstance(refused, BudgetError) else None)
+        room = bound.bytes or (planned and planned.budget) or round((bound.share or 0.0) * needed)
     alive = [*_arguments(call), *_temporaries(line, step_trace)]
     remedies = [] if needed > room else [_NOTHING_TO_DO]
     if to_donate := donation(step_trace.graph, step, needed):
@@ -166,6 +170,7 @@ def explain_oom(
         memory=where.memory,
         budget=room,
         needed=needed,
+        estimated=known is None,
         alive=tuple(sorted(alive, key=lambda a: -a.bytes)),
         plan=fitting_plan,
         floor=floor,
@@ -218,21 +223,32 @@ def _alike(name: str) -> str:
     return NUMBERED.sub("*", where) + slash + last
 
 
+def _compiled_plain(
+    fitting_plan: Plan | None, refused: BudgetError | TraceError | None
+) -> int | None:
+    """Compiled peak of the plain step, where planning compiled it."""
+    if fitting_plan is not None:
+        return None if "ceiling" in fitting_plan.search.estimates else fitting_plan.ceiling
+    return refused.ceiling if isinstance(refused, BudgetError) else None
+
+
 def _ways_to_fit(
     fitting_plan: Plan | None, floor: int | None, room: int, uncut: str
 ) -> Iterator[str]:
     """What planning reaches, and what to do where that is not enough."""
     if fitting_plan is not None and fitting_plan.policy is not None:
+        donated = fitting_plan.question.donate_argnums
+        donate = f", donate_argnums={donated}" if donated else ""
         yield (
-            f"jdelta.jit(step_fn, budget={fitting_plan.budget}) fits with a compiled peak of "
-            f"{format_bytes(fitting_plan.compiled_peak)}, for "
+            f"jdelta.jit(step_fn, budget={fitting_plan.budget}{donate}) fits with a compiled peak "
+            f"of {format_bytes(fitting_plan.compiled_peak)}, for "
             f"{format_seconds(fitting_plan.overhead)} more a step "
             f"({fitting_plan.overhead_share:.1%}, predicted)."
         )
     if floor is not None:
         yield from (uncut,) if uncut else ()
         yield (
-            f"No plan fits: the least that planning reaches is {format_bytes(floor)}. "
-            f"Make the batch smaller, or spread the step over {math.ceil(floor / room)} "
+            f"No plan fits: the least that planning reaches is {format_bytes(floor, up=True)}. "
+            f"Make the batch smaller, or spread the step over {max(2, math.ceil(floor / room))} "
             "or more devices (what is alike on each of them is not divided)."
         )

@@ -102,6 +102,11 @@ class Measurement:
     files: tuple[tuple[int, int], ...] = ()
 
     @property
+    def fixed(self) -> int:
+        """Bytes of arguments and results, which no plan changes."""
+        return self.arguments + self.outputs - self.aliased
+
+    @property
     def all_host(self) -> int:
         """Bytes in host memory: of temporaries, arguments and results."""
         return self.host + self.host_arguments + self.host_outputs

@@ -197,9 +197,12 @@ def own_errors_only(
         raise
     except Exception as error:
         failure = error
-    plain = jax.jit(step_fn).trace(*args).lower(lowering_platforms=(platform,))
-    if isinstance(failure, jax.errors.JaxRuntimeError):
-        plain.compile()
+    try:
+        plain = jax.jit(step_fn).trace(*args).lower(lowering_platforms=(platform,))
+        if isinstance(failure, jax.errors.JaxRuntimeError):
+            plain.compile()
+    except Exception as own:
+        raise own from None  # told once, as jax.jit tells it
     raise TraceError(uncut_reason(failure)) from failure
 
 

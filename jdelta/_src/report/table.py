@@ -437,7 +437,7 @@ def _bounds(search: SearchRecord) -> str:
     """Floor and plain step."""
     floor, ceiling = (", predicted" if b in search.estimates else "" for b in ("floor", "ceiling"))
     return (
-        f"floor {format_bytes(search.floor)} (the least that a plan needs{floor}), "
+        f"floor {format_bytes(search.floor, up=True)} (the least that a plan needs{floor}), "
         f"plain step {format_bytes(search.ceiling)} (without jdelta{ceiling})"
     )
 

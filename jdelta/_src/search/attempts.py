@@ -14,6 +14,10 @@ from jdelta._src.search.gate import host_fault
 from jdelta._src.search.history import Compiles
 from jdelta._src.search.propose import Proposals
 
+LEAST_PART = 0.9
+"""Part of a program's peak that its arguments and results are, if no other plan is to be tried for
+a budget below them."""
+
 
 class Attempts:
     """What was compiled for a step, and what became of it.
@@ -55,6 +59,16 @@ class Attempts:
             return False
         doubtful = [plan for plan in self.plans if plan.measurement.undone]
         return any(rules.is_recompute_undone(plan, self._compiled_plain()) for plan in doubtful)
+
+    def is_hopeless(self, bound: int) -> bool:
+        """Whether the programs compiled so far show that no plan fits a budget in bytes.
+
+        The compiler keeps what was to be computed again. Or arguments and results alone exceed the
+        budget, and one of the programs takes little more: so the floor that is said is near.
+        """
+        measured = [plan.measurement for plan in self.plans if plan.measurement.fixed > bound]
+        is_near = any(LEAST_PART * m.peak <= m.fixed for m in measured)
+        return is_near or self.is_recompute_undone
 
     def has(self, candidate: Candidate) -> bool:
         """Whether the candidate's program was compiled."""

@@ -87,7 +87,7 @@ class Planning:
         try:
             outcome = search.run(bound, EARLY if may_be_apart else MOST_COMPILES)
         except BudgetError as error:
-            if search.attempts.is_recompute_undone:
+            if search.attempts.is_hopeless(bound):
                 raise
             return self._otherwise(search, bound, error)
         if search.may_other_cuts_be_quicker(outcome):
@@ -218,7 +218,7 @@ def _first_that_fits(
             if error is None:
                 raise
         except BudgetError as other:
-            if search.attempts.is_recompute_undone:
+            if search.attempts.is_hopeless(bound):
                 raise
             errors = (other,) if error is None else (error, other)
             error = min(errors, key=lambda e: e.floor or math.inf)

@@ -15,6 +15,9 @@ from jdelta._src.search.candidate import CompiledCandidate
 from jdelta._src.search.propose import Proposals
 from jdelta._src.sizes import format_bytes, format_some
 
+MUCH_OF_WHAT_LACKS = 0.5
+"""Part of what a budget lacks that a compiler has to keep for an error to speak of it."""
+
 
 def not_there(names: Sequence[str], away: Mapping[str, int], measurement: Measurement) -> str:
     """What to say where the program keeps on the device what the plan puts on the host.
@@ -41,7 +44,7 @@ def wrong_order(fetches: Sequence[str]) -> str:
 
 
 def too_small(
-    bound: int, floor: CompiledCandidate, least: int, proposals: Proposals
+    bound: int, floor: CompiledCandidate, least: int, proposals: Proposals, *, is_undone: bool
 ) -> BudgetError:
     """The error of a budget below the floor.
 
@@ -50,6 +53,7 @@ def too_small(
         floor: Everything recomputed, compiled.
         least: The least compiled peak of any plan, that of the floor or below it, bytes.
         proposals: What proposed it.
+        is_undone: Whether the compiler keeps what was to be recomputed, outside of loops.
     """
     decisions, residuals = floor.decisions or {}, proposals.items.residuals
     inside = (r for r in residuals if not r.region_input and decisions[r.name] is Decision.SAVE)
@@ -61,11 +65,12 @@ def too_small(
     away = f" and {format_bytes(host)} on the host" if host else ""
     if files := floor.emission.spilled.bytes:
         away += f" or in files ({format_bytes(files)})"
+    exactly = "" if least == floor.peak else f" of {format_bytes(least, up=True)}"
+    reason = _given(bound, floor) + _merged(bound, floor, proposals, is_undone=is_undone)
     return BudgetError(
-        f"The budget of {format_bytes(bound)} is below the floor: with every residual recomputed"
-        f"{few}{nested}{away} the step still needs {format_bytes(floor.peak)} per device"
-        f"{_parts(floor)}{_largest(floor)}. {_advice(floor, least, proposals)}"
-        f"{_merged(floor, proposals)}",
+        f"The budget of {format_bytes(bound)} is below the floor{exactly}: with every residual "
+        f"recomputed{few}{nested}{away} the step still needs {format_bytes(floor.peak, up=True)} "
+        f"per device.{reason} {_advice(floor, least, proposals)}{_makeup(floor)}",
         floor=least,
     )
 
@@ -81,11 +86,12 @@ def above_plain(
         floor: Everything recomputed, compiled.
         proposals: What proposed it.
     """
+    reason = _given(bound, plain) + _merged(bound, floor, proposals, is_undone=False)
     return BudgetError(
         f"The budget of {format_bytes(bound)} is below the floor: the step as it is needs "
-        f"{format_bytes(plain.peak)} per device{_parts(plain)}{_largest(plain)}; with "
-        f"every residual recomputed it needs {format_bytes(floor.peak)}, which is no less. "
-        f"{_advice(plain, plain.peak, proposals)}{_merged(floor, proposals)}",
+        f"{format_bytes(plain.peak, up=True)} per device; with every residual recomputed it needs "
+        f"{format_bytes(floor.peak, up=True)}, which is no less.{reason} "
+        f"{_advice(plain, plain.peak, proposals)}{_makeup(plain)}",
         floor=plain.peak,
     )
 
@@ -118,8 +124,8 @@ def nothing_kept(
             nothing for a backward pass.
     """
     needed = (
-        f"The budget of {format_bytes(bound)} is below the {format_bytes(plain.peak)} per device "
-        f"that the step needs{_parts(plain)}{_largest(plain)}."
+        f"The budget of {format_bytes(bound)} is below the {format_bytes(plain.peak, up=True)} per "
+        "device that the step needs."
     )
     if uncut := proposals.trace.uncut:
         return TraceError(f"{needed} {uncut}", floor=plain.peak)
@@ -127,8 +133,10 @@ def nothing_kept(
     return BudgetError(
         f"{needed} It keeps nothing for a backward pass, so there is nothing to recompute or to "
         f"move: raise the budget, {f'donate {advice}, ' if advice else ''}or give the step less at "
-        "once (a smaller batch, or a jax.lax.map with batch_size=).",
+        f"once (a smaller batch, or a jax.lax.map with batch_size=).{_makeup(plain)}",
         floor=plain.peak,
+        budget=bound,
+        ceiling=plain.peak,
     )
 
 
@@ -136,9 +144,8 @@ def _advice(candidate: CompiledCandidate, least: int, proposals: Proposals) -> s
     """What to do about a budget below the floor, but for what was done already."""
     step = proposals.step
     donate = donation(candidate.emission.timeline.graph, step, candidate.peak)
-    exactly = "" if least == candidate.peak else " (another plan of it takes that)"
     steps = (
-        f"raise the budget to {format_bytes(least)}{exactly} or more",
+        f"raise the budget to {format_bytes(least, up=True)} or more",
         f"donate {donate}" if donate else "",
         "make the batch smaller",
         "mark regions of your own with jdelta.remat"
@@ -150,8 +157,23 @@ def _advice(candidate: CompiledCandidate, least: int, proposals: Proposals) -> s
     return text[0].upper() + text[1:]
 
 
+def _given(bound: int, candidate: CompiledCandidate) -> str:
+    """That no plan fits, where what the step is given and gives exceeds the budget by itself."""
+    fixed = candidate.measurement.fixed
+    if fixed <= bound:
+        return ""
+    return f" Its arguments and results alone take {format_bytes(fixed, up=True)}: no plan fits."
+
+
+def _makeup(candidate: CompiledCandidate) -> str:
+    """What a compiled peak is made of, and what is largest in it."""
+    parts, largest = _parts(candidate), _largest(candidate)
+    told = "; ".join(filter(None, (parts, largest)))
+    return f" The peak: {told}." if told else ""
+
+
 def _parts(candidate: CompiledCandidate) -> str:
-    """What a compiled peak is made of; nothing where the compiler does not say."""
+    """The parts of a compiled peak; nothing where the compiler does not say."""
     measured = candidate.measurement
     parts = {
         "arguments": measured.arguments,
@@ -162,18 +184,19 @@ def _parts(candidate: CompiledCandidate) -> str:
         return ""
     if candidate.emission.pool:
         parts["pool= of spill="] = candidate.emission.pool
-    return f" ({', '.join(f'{part} {format_bytes(size)}' for part, size in parts.items())})"
+    return ", ".join(f"{part} {format_bytes(size)}" for part, size in parts.items())
 
 
-def _merged(floor: CompiledCandidate, proposals: Proposals) -> str:
-    """What to do about a compiler that merges recompute with what it repeats."""
+def _merged(bound: int, floor: CompiledCandidate, proposals: Proposals, *, is_undone: bool) -> str:
+    """What to do about a compiler that merges recompute with what it repeats, if that matters."""
     undone, backend = set(floor.measurement.undone), proposals.step.target.backend
     residuals = (r for r in proposals.items.residuals if r.name in undone)
     kept = sorted(residuals, key=lambda r: -r.bytes)
-    if not kept:
+    size = sum(r.bytes for r in kept)
+    if not kept or not (is_undone or size >= MUCH_OF_WHAT_LACKS * (floor.peak - bound)):
         return ""
     names = format_some([r.name for r in kept], 3)
-    said = f" The compiler keeps {format_bytes(sum(r.bytes for r in kept))} all the same ({names})"
+    said = f" The compiler keeps {format_bytes(size)} all the same ({names})"
     if not backend.tolerances.undoes_recompute:
         return (
             f"{said}: it takes their recompute for what it repeats, and undoes it. Run the layers "
@@ -181,16 +204,16 @@ def _merged(floor: CompiledCandidate, proposals: Proposals) -> str:
         )
     spill = "" if proposals.step.store else "spill to files (spill=), "
     return (
-        f"{said}: before jax 0.12 XLA for CPUs undoes recompute outside of loops. {_upgrade()}, "
-        f"run the layers under jax.lax.scan, {spill}or plan for the accelerator that is to train "
-        "(target='tpu:v5e:2x2')."
+        f" Before jax 0.12 XLA for CPUs undoes recompute outside of loops ({names}): "
+        f"{_upgrade()}, run the layers under jax.lax.scan, {spill}or plan for the accelerator that "
+        "is to train (target='tpu:v5e:2x2')."
     )
 
 
 def _upgrade() -> str:
     """How to get a JAX that does not, with the Python at hand."""
     is_new = sys.version_info >= (3, 12)
-    return "Upgrade jax" if is_new else "Take Python 3.12 or newer and upgrade jax"
+    return "upgrade jax" if is_new else "take Python 3.12 or newer and upgrade jax"
 
 
 def _largest(candidate: CompiledCandidate) -> str:
@@ -200,7 +223,7 @@ def _largest(candidate: CompiledCandidate) -> str:
     rows = [described(timeline, v) for v in alive]
     if timeline.peak_workspace:
         rows.insert(0, _itself(timeline))
-    return f"; the largest temporaries then are {', '.join(rows)}" if rows else ""
+    return f"the largest temporaries are {', '.join(rows)}" if rows else ""
 
 
 def _itself(timeline: Timeline) -> str:

@@ -257,7 +257,8 @@ class Search:
             if plan is None:
                 continue
             if plan.peak > bound and attempts.is_recompute_undone:
-                raise too_small(bound, plan, compiles.least or plan.peak, proposals)
+                least = compiles.least or plan.peak
+                raise too_small(bound, plan, least, proposals, is_undone=True)
             trials = trials.with_plan(plan)
             self._say_best(trials.best)
             is_slow = rules.is_quicker_without_offload(
@@ -316,8 +317,9 @@ class Search:
             return self._outcome(best, bound, best)
         if self._is_free and error.floor is not None and plain.peak < error.floor:
             floor = self.attempts.compile(self.proposals.floor())
-            raise above_plain(bound, plain, floor, self.proposals) from None
-        raise error
+            error = above_plain(bound, plain, floor, self.proposals)
+        error.budget, error.ceiling = bound, plain.peak
+        raise error from None
 
     def _known(self, bound: int, floor: Candidate) -> Candidate | None:
         """The fastest plan but the floor that was compiled for another budget and fits this too."""

@@ -16,31 +16,31 @@ _BUDGET_IS_LEFT = (
 )
 
 
-def summary(found: Found, items: Items, own_seconds: float) -> str:
+def summary(outcome: Found, items: Items, own_seconds: float) -> str:
     """One to three sentences, such as ``"heuristic"`` or ``"The plain step fits: ..."``.
 
     Args:
-        found: The outcome of the search.
+        outcome: Of the search.
         items: What it decided on.
         own_seconds: What the step's own ``jax.checkpoint`` adds to it, 0 where it has none.
     """
-    return " ".join(filter(None, (_outcome(found, items), _own(found.best, own_seconds))))
+    return " ".join(filter(None, (_ending(outcome, items), _own(outcome.best, own_seconds))))
 
 
-def _outcome(found: Found, items: Items) -> str:
-    if found.best.decisions is None:
+def _ending(outcome: Found, items: Items) -> str:
+    if outcome.best.decisions is None:
         return "The plain step fits: nothing is changed."
     if all(r.name in items.pinned or r.region_input for r in items.residuals if r.needed):
         return "The decisions fit; all of them were taken by hand (pin=)."
-    outcome = (found.best.outcome or Outcome.HEURISTIC).value
-    if refused := found.refused:
+    ending = (outcome.best.outcome or Outcome.HEURISTIC).value
+    if refused := outcome.refused:
         return (
-            f"{outcome} {NEXT_IS_TOO_LARGE}: with "
+            f"{ending} {NEXT_IS_TOO_LARGE}: with "
             f"{format_some(refused.names, 3)} ({format_bytes(refused.bytes)}) kept too the step "
             f"takes {format_bytes(refused.peak)}."
         )
-    left = not found.is_used and found.best.overhead < 0
-    return f"{outcome} {_BUDGET_IS_LEFT}" if left else outcome
+    left = not outcome.is_used and outcome.best.overhead < 0
+    return f"{ending} {_BUDGET_IS_LEFT}" if left else ending
 
 
 def _own(best: CompiledCandidate, seconds: float) -> str:
