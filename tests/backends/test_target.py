@@ -66,6 +66,12 @@ def local_mesh(*shape):
 # Names and errors
 
 
+@pytest.mark.parametrize("written", ["cuda:H100", "h100", "H100:1x1x8"])
+def test_a_target_that_is_written_otherwise_is_told(written):
+    with pytest.raises(TargetError, match="did you mean 'cuda:h100'"):
+        resolve(written)
+
+
 @pytest.mark.parametrize("name", ["", "gpu", "tpu:v9", "tpu:h100", "rocm:mi300", "cpu:0", "v5e"])
 def test_unknown_names_list_what_exists(name):
     with pytest.raises(TargetError, match=r"tpu:v5e.*cuda:b200"):

@@ -48,6 +48,12 @@ def with_many(plan, count, prefix=""):
     return dataclasses.replace(plan, answer=answer)
 
 
+def test_a_peak_below_what_is_saved_is_explained(plan):
+    """As in the on-chip memory of a TPU."""
+    assert "stores only some" not in str(plan)
+    assert "stores only some" in " ".join(str(having(plan, compiled_peak=1024)).split())
+
+
 def test_the_first_line_says_whether_it_fits_what_it_costs_and_what_was_compiled(plan, plain):
     half = having(plan, compiled_peak=2**20, overhead=0.047, step_seconds=1.0)
     half = asking(half, budget=2**21, target="tpu:v5e:2x2")

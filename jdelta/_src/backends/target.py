@@ -223,15 +223,25 @@ def _parts(target: str) -> tuple[str, str, str]:
     platform, _, rest = target.partition(":")
     chip, _, topology = rest.partition(":")
     if chip not in CHIPS.get(platform, {}):
-        raise TargetError(f"unknown target {target!r}; there are {_known()}")
+        raise TargetError(f"unknown target {target!r}{_meant(target)}; there are {_known()}")
     return platform, chip, topology or CHIPS[platform][chip].topology
 
 
+def _chips() -> list[str]:
+    return [f"{platform}:{chip}" for platform, chips in CHIPS.items() for chip in chips]
+
+
+def _meant(target: str) -> str:
+    """The known name of a target that was written otherwise: ``H100`` for ``cuda:h100``."""
+    asked = target.lower().partition(":")
+    near = [name for name in _chips() if name == "".join(asked) or name.endswith(f":{asked[0]}")]
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
 def _known() -> str:
-    chips = [f"{platform}:{chip}" for platform, chips in CHIPS.items() for chip in chips]
     return (
-        f"{', '.join(chips)} (each also with a topology: 'tpu:v5e:4x4'), and 'tpu', 'cuda', 'cpu' "
-        "for the devices of this machine"
+        f"{', '.join(_chips())} (each also with a topology: 'tpu:v5e:4x4'), and 'tpu', 'cuda', "
+        "'cpu' for the devices of this machine"
     )
 
 

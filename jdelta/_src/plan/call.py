@@ -372,11 +372,20 @@ def _axes(entry: Any, sizes: Mapping[str, int]) -> str:
     return axes[0] if len(axes) == 1 else f"({', '.join(axes)})" if axes else "None"
 
 
+def _changed(path: str, expected: str | None, came: str | None) -> str:
+    """How one leaf of the arguments differs; None where it is not there."""
+    if came is None:
+        return f"{path} is missing, expected {expected}"
+    if expected is None:
+        return f"{path} was not there, came {came}"
+    return f"{path}: expected {expected}, came {came}"
+
+
 def difference(planned: Sequence[str], actual: Sequence[str]) -> str | None:
     """How arguments differ from those that a plan was made for; None if they do not."""
     expected, came = (dict(line.split(": ", 1) for line in lines) for lines in (planned, actual))
     changed = [
-        f"{path}: expected {expected.get(path, 'none')}, came {came.get(path, 'none')}"
+        _changed(path, expected.get(path), came.get(path))
         for path in dict.fromkeys([*expected, *came])
         if expected.get(path) != came.get(path)
     ]

@@ -397,6 +397,21 @@ def labelled(figures: Mapping[str, str], width: int | None = None) -> str:
     )
 
 
+def _compiled_peak(plan: PlanRecord) -> str:
+    """The peak, and how that is where the values that are saved take more by themselves."""
+    peak, predicted = plan.figures.compiled_peak, plan.figures.predicted_peak
+    text = f"{format_bytes(peak)} per device (predicted {format_bytes(predicted)})"
+    decisions = plan.decisions
+    read = (r for r in plan.answer.residuals if r.needed)
+    saved = sum(r.bytes for r in read if decisions[r.name] is Decision.SAVE)
+    if saved <= peak:
+        return text
+    return (
+        f"{text}; the values saved take {format_bytes(saved)}, so the compiler stores only some of "
+        "them, and computes the others again where they are read or keeps them on the chip"
+    )
+
+
 def summary_lines(plan: PlanRecord) -> dict[str, str]:
     """The figures of the whole step by what they are."""
     question, answer, figures, search = plan.question, plan.answer, plan.figures, plan.search
@@ -404,8 +419,7 @@ def summary_lines(plan: PlanRecord) -> dict[str, str]:
         "target": question.target,
         "budget": format_bytes(question.budget),
         "asked": _asked(question),
-        "compiled peak": f"{format_bytes(figures.compiled_peak)} per device "
-        f"(predicted {format_bytes(figures.predicted_peak)})",
+        "compiled peak": _compiled_peak(plan),
         "bounds": "" if answer.policy is None else _bounds(search),
         "code": _code(question.target, figures.code_bytes),
         "on the host": _on_the_host(figures),
