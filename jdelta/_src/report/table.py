@@ -407,8 +407,8 @@ def _compiled_peak(plan: PlanRecord) -> str:
     if saved <= peak:
         return text
     return (
-        f"{text}; the values saved take {format_bytes(saved)}, so the compiler stores only some of "
-        "them, and computes the others again where they are read or keeps them on the chip"
+        f"{text}; the values saved would take {format_bytes(saved)}, but the compiler stores only "
+        "some: others share memory, are computed where they are read, or stay on the chip"
     )
 
 
