@@ -69,6 +69,20 @@ def test_a_plan_is_printed_and_written(files, capsys, tmp_path):
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_a_terminal_shows_the_lines_of_a_pipe(files, capsys, monkeypatch):
+    for width in ("60", "80"):
+        monkeypatch.setenv("COLUMNS", width)
+        for words in (["explain", files["0.4"]], ["explain", files["0.4"], "*"], ["targets"]):
+            piped = said(capsys, *words)
+            with monkeypatch.context() as terminal:
+                terminal.setenv("FORCE_COLOR", "1")
+                terminal.setenv("TERM", "xterm")
+                coloured = said(capsys, *words)
+            assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == piped
+            assert max(map(len, piped.splitlines())) <= int(width)
+            assert ("\x1b[" in coloured) == (words[-1] != "*")
+
+
 def test_json_has_all_figures(files, capsys):
     plan = jdelta.load(files["0.4"])
     got = record(capsys, "plan", *STEP, "--budget", "0.4", "--donate", "0")
@@ -280,6 +294,18 @@ def test_libraries_of_devices_that_are_not_here_are_silent(monkeypatch, caplog):
     logger.error("Jax plugin configuration error: Exception when calling initialize()")
     logger.error("something else")
     assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+def test_libtpu_is_told_what_it_would_complain_of(monkeypatch):
+    names = ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")
+    monkeypatch.setattr(logging.getLogger("jax._src.xla_bridge"), "filters", [])
+    for tpus in (True, False):
+        for name in names:
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        monkeypatch.setattr(quiet, "present", lambda *patterns, tpus=tpus: tpus)
+        quiet.hush()
+        assert [name in os.environ for name in names] == [not tpus] * 3
 
 
 def test_everything_is_said_to_those_who_ask(monkeypatch):

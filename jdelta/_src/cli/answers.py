@@ -90,7 +90,7 @@ def figures(step_plan: Plan) -> dict[str, Any]:
 
 def _table(step_plan: Plan) -> list[Block]:
     parts = printed(step_plan)
-    table = Block(HEAD, parts.body, notes=[parts.rest] if parts.rest else [])
+    table = Block(HEAD, parts.body, prose=[parts.rest] if parts.rest else [])
     return [
         Block(notes=parts.title.splitlines()),
         table if parts.body else Block(notes=parts.table.splitlines()),
@@ -103,7 +103,7 @@ def _explain(options: Options) -> Answer:
         return Answer(figures(options.plan), _table(options.plan))
     explanations = explain.explain(options.plan, options.name)
     record = [{**dataclasses.asdict(e), "decision": e.decision.value} for e in explanations]
-    return Answer(record, [Block(notes=str(e).splitlines()) for e in explanations])
+    return Answer(record, [Block(prose=str(e).splitlines()) for e in explanations])
 
 
 _FIGURES = ("target", "budget", "compiled_peak", "host_bytes", "overhead", "step_seconds", "result")
@@ -277,7 +277,7 @@ def _oom(options: Options) -> Answer:
     record = {f.name: getattr(report, f.name) for f in dataclasses.fields(report)}
     record["alive"] = [dataclasses.asdict(a) for a in report.alive]
     record["plan"] = figures(report.plan) if report.plan else None
-    return Answer(record, [Block(notes=str(report).splitlines())])
+    return Answer(record, [Block(prose=str(report).splitlines())])
 
 
 def _export(options: Options) -> Answer:
