@@ -1,5 +1,7 @@
 """The command line: what each command prints, for people and for programs, and how it ends."""
 
+import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
@@ -7,12 +9,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import jdelta
 from jdelta._src.backends.chips import CHIPS
-from jdelta._src.cli import commands, main, quiet
+from jdelta._src.cli import answers, commands, main, quiet
 from jdelta._src.cli.answers import ANSWERS
 from jdelta._src.report.export import FORMS
 from tests import small
@@ -207,6 +210,22 @@ def test_targets_say_why_a_gpu_has_less_for_a_program(capsys, monkeypatch):
     assert "JAX takes 90% of a GPU's memory, as XLA_PYTHON_CLIENT_MEM_FRACTION says." in text
 
 
+def test_targets_say_what_is_not_installed(capsys, monkeypatch):
+    for has in (False, True):
+        with monkeypatch.context() as installed:
+            plugin = importlib.metadata.EntryPoint("xla_cuda13", "a:b", "jax_plugins")
+            installed.setattr(importlib.util, "find_spec", lambda name, has=has: has or None)
+            plugins = (plugin,) if has else ()
+            installed.setattr(importlib.metadata, "entry_points", lambda group, p=plugins: p)
+            text = said(capsys, "targets")
+            got = record(capsys, "targets")
+        for platform in ("tpu", "cuda"):
+            needed = f"Targets {platform}:… need an install: pip install 'jax-delta[{platform}]'"
+            assert (needed in text) != has
+        assert all(target["compiler"] == has for target in got)
+        assert "cpu where it has no accelerator" in text
+
+
 def test_check_compiles_again(files, capsys):
     got = record(capsys, "check", files["0.4"], *STEP)
     planned, now = got["compiled peak"]
@@ -328,8 +347,24 @@ def test_export(files, capsys):
         (["plan", "nowhere:step", "--args", "tests.small:make_args"], "no module 'nowhere'"),
         (["plan", "tests.small:other", "--args", "tests.small:make_args"], "has no 'other'"),
         (["plan", "tests.small", "--args", "tests.small:make_args"], "module:function"),
-        (["plan", "tests.small:NOT_A_FUNCTION", "--args", "tests.small:make_args"], "is a int"),
+        (
+            ["plan", "tests.small:NOT_A_FUNCTION", "--args", "tests.small:make_args"],
+            "but 'tests.small:NOT_A_FUNCTION' is of type int",
+        ),
         (["plan", *STEP, "--pin", "everything"], "PATTERN=DECISION"),
+        (["plan", "tests/small.py:step", "--args", "x:y"], "did you mean tests.small:step?"),
+        (["plan", "tests.small:stap", "--args", "x:y"], "did you mean step?"),
+        (["plan", *STEP, "--budget", "12banana"], "argument --budget: budget '12banana'"),
+        (["plan", *STEP, "--budget", "0"], "above zero"),
+        (["plan", *STEP, "--budget", "-5"], "'-5' is not understood"),
+        (["plan", *STEP, "--budget", "12"], "did you mean '12GiB'?"),
+        (["frontier", *STEP, "--budget", "0.5", "--budget", "much"], "'much'"),
+        (["plan", *STEP, "--host-budget", "50%"], "argument --host-budget"),
+        (["plan", *STEP, "--budgte", "1GiB"], "no option --budgte; did you mean --budget?"),
+        (["plan", "--arsg=x:y"], "no option --arsg; did you mean --args?"),
+        (["pln"], "no command 'pln'; did you mean plan?"),
+        (["plan"], "required: MODULE:STEP, --args"),
+        ([], "required: COMMAND"),
         (["explain", "nowhere.json"], "nowhere.json"),
         (["max-batch", *STEP, "--overhead", "much"], "such as 10%"),
         (["max-batch", *STEP, "--most", "0"], "a whole number above zero"),
@@ -339,7 +374,118 @@ def test_a_wrong_command_line_is_refused(capsys, words, message):
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    said_in_full = capsys.readouterr().err
+    assert message in said_in_full
+    assert len(said_in_full.splitlines()) == 2
+    assert re.fullmatch(r"Run `jdelta.* --help` for what there is.", said_in_full.splitlines()[1])
+
+
+def test_options_may_be_shortened_and_values_may_begin_with_a_dash(files, capsys):
+    said(capsys, "explain", files["0.4"], "--js")
+    assert main(["explain", files["0.4"], "--", "--such"]) == 4
+    assert "no residual called '--such'" in capsys.readouterr().err
+
+
+TOO_EARLY = ["tests.small:step", "--args", "tests.cli.wrong_steps:too_early"]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("plan", "-o"), ("plan", "--report"), ("frontier", "--plot")]
+)
+def test_files_that_cannot_be_written_are_refused_first(capsys, tmp_path, command, option):
+    (tmp_path / "folder.png").mkdir()
+    for path, message in (
+        (tmp_path / "none" / "x.png", f"there is no folder '{tmp_path}/none'"),
+        (tmp_path / "folder.png", "is a folder"),
+        ("/proc/version.png", "permission denied") if os.geteuid() else (tmp_path, "is a folder"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main([command, *TOO_EARLY, option, str(path)])
+        assert stopped.value.code == 2
+        error = capsys.readouterr().err
+        assert option in error.splitlines()[0]
+        assert message in error or (option == "--plot" and "expected a picture" in error)
+
+
+def test_a_picture_without_matplotlib_or_of_an_unknown_kind_is_refused_first(capsys, monkeypatch):
+    for ending, message in (("pgn", "ending in one of"), ("png", "pip install 'jax-delta[plot]'")):
+        with pytest.raises(SystemExit) as stopped:
+            main(["frontier", *TOO_EARLY, "--plot", f"x.{ending}"])
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+TAKEN = "train_step takes 5: p, s, x, y, key."
+
+
+@pytest.mark.parametrize(
+    ("step", "make", "message"),
+    [
+        ("train_step", "too_few", f"too_few returned 3 values, {TAKEN}"),
+        ("train_step", "too_many", f"too_many returned 6 values, {TAKEN}"),
+        ("train_step", "a_dict", f"a_dict returned one value, a dict, {TAKEN}"),
+        ("train_step", "one_value", f"one_value returned one value, a float, {TAKEN}"),
+        ("open_step", "nothing", "returned 0 values, open_step takes 1 or more: x, others, scale."),
+        ("train_step", "of_a_size", "of_a_size is given no value"),
+    ],
+)
+def test_what_a_step_does_not_take_is_counted(capsys, step, make, message):
+    here = "tests.cli.wrong_steps"
+    assert main(["plan", f"{here}:{step}", "--args", f"{here}:{make}"]) == 4
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_an_error_of_the_users_code_shows_where_it_is_and_no_other_code(capsys):
+    here = "tests.cli.wrong_steps"
+    assert main(["plan", f"{here}:failing_step", "--args", f"{here}:make_args"]) == 4
+    error = capsys.readouterr().err
+    assert error.count("Traceback") == 1
+    assert error.splitlines()[-1].startswith("TypeError: dot_general requires")
+    assert "in failing_step" in error
+    assert "in inner" in error
+    files = re.findall(r'File "(.*?)"', error)
+    assert {Path(file).name for file in files} == {"wrong_steps.py"}
+    assert main(["plan", f"{here}:train_step", "--args", f"{here}:no_file"]) == 4
+    error = capsys.readouterr().err
+    assert "in no_file" in error
+    assert error.endswith("FileNotFoundError: [Errno 2] no such data\n")
+
+
+def test_a_module_that_fails_shows_where(capsys):
+    assert main(["plan", "tests.cli.broken_module:step", "--args", "x:y"]) == 4
+    error = capsys.readouterr().err
+    assert "broken_module.py" in error
+    assert error.endswith("ValueError: of the module itself\n")
+
+
+def test_an_error_of_files_is_a_line(files, capsys, monkeypatch):
+    full = OSError(28, "No space left on device", "plan.json")
+    monkeypatch.setattr(answers, "figures", mock.Mock(side_effect=full))
+    assert main(["explain", files["0.4"]]) == 4
+    error = capsys.readouterr().err
+    assert "error: [Errno 28] No space left on device" in error
+
+
+def test_an_error_of_jdelta_itself_is_shown_whole(files, capsys, monkeypatch):
+    monkeypatch.setattr(answers, "figures", None)
+    assert main(["explain", files["0.4"]]) == 4
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback:\n")
+    assert "in _explain" in error
+
+
+def test_an_interrupted_command_says_so_in_a_line(capsys):
+    here = "tests.cli.wrong_steps"
+    assert main(["plan", f"{here}:train_step", "--args", f"{here}:interrupted"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_beginning_of_names_is_no_name(files, capsys):
+    assert main(["explain", files["0.4"], "region"]) == 4
+    assert "no residual called 'region'; did you mean 'region/*'?" in capsys.readouterr().err
 
 
 def test_errors_are_said_in_one_place(files, capsys):
@@ -364,3 +510,12 @@ def test_whoever_reads_its_words_may_stop_early():
     done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
     os.close(writes)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a file that is full")
+def test_a_full_disk_is_an_error_in_a_line():
+    command = [sys.executable, "-m", "jdelta", "targets"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    message = "error: standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (4, message)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jaxlib
 from rich.console import Console
 from rich.text import Text
 
+import jdelta
 from jdelta._src.decision import Decision
 from jdelta._src.report.table import LABEL, WIDTH, aligned, labelled, terminal_width, wrapped
 
@@ -102,3 +107,25 @@ def failed(message: str) -> None:
     text = Text.assemble(("error: ", "bold red"), message)
     console.print(text, soft_wrap=not console.is_terminal)
     sys.stderr.flush()
+
+
+def raised(error: BaseException) -> None:
+    """Print an error that jdelta did not raise, and where the user's code did, if it was that."""
+    stack = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in stack if _is_of_user(frame.filename)]
+    if not own and isinstance(error, (OSError, ValueError)):
+        failed(str(error))
+        return
+    said = traceback.TracebackException(type(error), error, None)
+    said.__notes__ = None  # JAX's, on the frames that it has left out
+    lines = [*traceback.format_list(own or stack), *said.format_exception_only()]
+    print("Traceback, of your code:" if own else "Traceback:", file=sys.stderr)
+    print("".join(lines), end="", file=sys.stderr, flush=True)
+
+
+def _is_of_user(filename: str) -> bool:
+    """Whether a file of code is neither jdelta's nor JAX's nor Python's."""
+    is_installed = "site-packages" in filename
+    folders = [os.path.dirname(module.__file__ or "") for module in (jdelta, jax, jaxlib)]
+    folders += [] if is_installed else [os.path.dirname(os.__file__)]
+    return not filename.startswith(("<frozen", *(folder + os.sep for folder in folders)))
