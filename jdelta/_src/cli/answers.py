@@ -18,7 +18,7 @@ from jdelta._src.api.planning import plan
 from jdelta._src.backends.chips import CHIPS
 from jdelta._src.backends.target import Target, names, published
 from jdelta._src.cli import loading
-from jdelta._src.cli.output import Answer, Block
+from jdelta._src.cli.output import Answer, Block, in_options
 from jdelta._src.errors import PlanMismatchError
 from jdelta._src.plan.planned_step import recompiled
 from jdelta._src.report import explain, export
@@ -99,7 +99,7 @@ def _table(step_plan: Plan) -> list[Block]:
     parts = printed(step_plan)
     table = Block(HEAD, parts.body, prose=[parts.rest] if parts.rest else [])
     return [
-        Block(notes=parts.title.splitlines()),
+        Block(notes=in_options(parts.title).splitlines()),
         table if parts.body else Block(notes=parts.table.splitlines()),
         Block(figures=parts.figures),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,21 @@ COLOURS = {
 }
 """Of decisions; chosen to be told apart on dark and on light terminals."""
 
+_OPTIONS = {
+    "per_layer=False": "--no-per-layer",
+    "reorder=True": "--reorder",
+    "donate_argnums": "--donate",
+    "donate_argnames": "--donate",
+    "static_argnums": "--static",
+    "static_argnames": "--static",
+    "host_budget": "--host-budget",
+    "spill=": "--spill",
+    "solver=": "--solver",
+    "target=": "--target",
+    "pin=": "--pin",
+}
+"""Options in Python as texts name them, and what they are called on the command line."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -36,9 +52,10 @@ class Block:
     Attributes:
         head: Titles of the columns; none for a block of remarks only.
         body: The cells, row by row.
-        figures: What is said below by what it is.
+        figures: What is said below by what it is, in sentences.
         notes: Lines below, as they are.
-        prose: Sentences below, in lines as long as there is room.
+        prose: Sentences below, in lines as long as there is room. In sentences options have the
+            names of the command line.
     """
 
     head: Sequence[str] = ()
@@ -87,11 +104,12 @@ def _lines(block: Block) -> list[Text]:
         line.stylize("dim")
         if set(line.plain) == {"-"}:
             break
-    figures = [Text(line) for line in labelled(block.figures).splitlines()]
+    named = {label: in_options(text) for label, text in block.figures.items()}
+    figures = [Text(line) for line in labelled(named).splitlines()]
     for line in figures:
         line.stylize("dim", 0, LABEL)
     width = min(WIDTH, terminal_width())
-    prose = (_wrapped(text, width) for text in block.prose)
+    prose = (_wrapped(in_options(text), width) for text in block.prose)
     return [*table, *figures, *map(Text, itertools.chain(block.notes, *prose))]
 
 
@@ -101,10 +119,19 @@ def _wrapped(text: str, width: int) -> list[str]:
     return wrapped(text, width, indent=f"{indent}  " if indent else "").splitlines() or [""]
 
 
+def in_options(text: str) -> str:
+    """A text of jdelta's with the command line's names of options: ``--solver='milp'``."""
+    for python, option in _OPTIONS.items():
+        name = rf"(?<![\w.-]){python.removesuffix('=')}"
+        text = re.sub(rf"{name}=(?=['\w(])", f"{option}=", text)
+        text = re.sub(rf"{name}=" if python.endswith("=") else rf"{name}=?(?!\w)", option, text)
+    return text
+
+
 def failed(message: str) -> None:
     """Print an error to standard error."""
     console = Console(stderr=True)
-    text = Text.assemble(("error: ", "bold red"), message)
+    text = Text.assemble(("error: ", "bold red"), in_options(message))
     console.print(text, soft_wrap=not console.is_terminal)
     sys.stderr.flush()
 
