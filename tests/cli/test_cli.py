@@ -1,5 +1,7 @@
 """The command line: what each command prints, for people and for programs, and how it ends."""
 
+import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
@@ -7,13 +9,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import jdelta
 from jdelta._src.backends.chips import CHIPS
-from jdelta._src.cli import commands, main, quiet
+from jdelta._src.cli import answers, commands, main, output, quiet
 from jdelta._src.cli.answers import ANSWERS
+from jdelta._src.cli.output import in_options
 from jdelta._src.report.export import FORMS
 from tests import small
 
@@ -65,8 +69,22 @@ def test_a_plan_is_printed_and_written(files, capsys, tmp_path):
     text = said(capsys, "plan", *STEP, "--budget", "0.4", "--donate", "0", "--report", str(page))
     plan = jdelta.plan(small.step, 0.4, *small.make_args(), donate_argnums=0)
     assert jdelta.load(files["0.4"]) == plan
-    assert str(plan) in text
+    assert " ".join(in_options(str(plan)).split()) in " ".join(text.split())
     assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_terminal_shows_the_lines_of_a_pipe(files, capsys, monkeypatch):
+    for width in ("60", "80"):
+        monkeypatch.setenv("COLUMNS", width)
+        for words in (["explain", files["0.4"]], ["explain", files["0.4"], "*"], ["targets"]):
+            piped = said(capsys, *words)
+            with monkeypatch.context() as terminal:
+                terminal.setenv("FORCE_COLOR", "1")
+                terminal.setenv("TERM", "xterm")
+                coloured = said(capsys, *words)
+            assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == piped
+            assert max(map(len, piped.splitlines())) <= int(width)
+            assert ("\x1b[" in coloured) == (words[-1] != "*")
 
 
 def test_json_has_all_figures(files, capsys):
@@ -75,6 +93,34 @@ def test_json_has_all_figures(files, capsys):
     assert got["compiled_peak"] == plan.compiled_peak <= got["budget"] == plan.budget
     assert got["decisions"] == {name: d.value for name, d in plan.decisions.items()}
     assert record(capsys, "explain", files["0.4"]) == got
+
+
+@pytest.mark.parametrize(
+    ("python", "words"),
+    [
+        ("solver='milp' proves", "--solver='milp' proves"),
+        ("plan without spill=.", "plan without --spill."),
+        ("(host_budget=0, no spill=)", "(--host-budget=0, no --spill)"),
+        ("Raise host_budget.", "Raise --host-budget."),
+        ("Take these out of pin=, or", "Take these out of --pin, or"),
+        ("w (donate_argnums; less)", "w (--donate; less)"),
+        ("make it static: static_argnames='depth'.", "make it static: --static='depth'."),
+        ("name it (target='tpu:v5e')", "name it (--target='tpu:v5e')"),
+        ("with per_layer=False. Try reorder=True:", "with --no-per-layer. Try --reorder:"),
+        (
+            "the target, the solver and what is to spill",
+            "the target, the solver and what is to spill",
+        ),
+    ],
+)
+def test_options_have_the_names_of_the_command_line(capsys, python, words):
+    output.failed(python)
+    assert capsys.readouterr().err == f"error: {words}\n"
+    output.show(output.Answer(None, [output.Block(prose=[python])]), as_json=False)
+    output.show(output.Answer(None, [output.Block(figures={"result": python})]), as_json=False)
+    assert capsys.readouterr().out == f"{words}\nresult        {words}\n"
+    output.show(output.Answer(None, [output.Block(notes=[python])]), as_json=False)
+    assert capsys.readouterr().out == f"{python}\n"
 
 
 def test_explain_says_why(files, capsys):
@@ -104,8 +150,8 @@ def test_diff_takes_a_hundred_columns_and_cuts_nothing(files, capsys):
     assert max(map(len, text.splitlines())) <= 100
     assert "…" not in text
     words = " ".join(text.split())
-    assert first.result in words
-    assert second.result in words
+    assert in_options(first.result) in words
+    assert in_options(second.result) in words
 
 
 def test_layers_that_differ_alike_are_one_row_of_a_diff(capsys, tmp_path):
@@ -191,6 +237,22 @@ def test_targets_say_why_a_gpu_has_less_for_a_program(capsys, monkeypatch):
     text = said(capsys, "targets")
     assert "71.20 GiB  79.11 GiB" in text
     assert "JAX takes 90% of a GPU's memory, as XLA_PYTHON_CLIENT_MEM_FRACTION says." in text
+
+
+def test_targets_say_what_is_not_installed(capsys, monkeypatch):
+    for has in (False, True):
+        with monkeypatch.context() as installed:
+            plugin = importlib.metadata.EntryPoint("xla_cuda13", "a:b", "jax_plugins")
+            installed.setattr(importlib.util, "find_spec", lambda name, has=has: has or None)
+            plugins = (plugin,) if has else ()
+            installed.setattr(importlib.metadata, "entry_points", lambda group, p=plugins: p)
+            text = said(capsys, "targets")
+            got = record(capsys, "targets")
+        for platform in ("tpu", "cuda"):
+            needed = f"Targets {platform}:… need an install: pip install 'jax-delta[{platform}]'"
+            assert (needed in text) != has
+        assert all(target["compiler"] == has for target in got)
+        assert "cpu where it has no accelerator" in text
 
 
 def test_check_compiles_again(files, capsys):
@@ -282,6 +344,18 @@ def test_libraries_of_devices_that_are_not_here_are_silent(monkeypatch, caplog):
     assert [record.getMessage() for record in caplog.records] == ["something else"]
 
 
+def test_libtpu_is_told_what_it_would_complain_of(monkeypatch):
+    names = ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")
+    monkeypatch.setattr(logging.getLogger("jax._src.xla_bridge"), "filters", [])
+    for tpus in (True, False):
+        for name in names:
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        monkeypatch.setattr(quiet, "present", lambda *patterns, tpus=tpus: tpus)
+        quiet.hush()
+        assert [name in os.environ for name in names] == [not tpus] * 3
+
+
 def test_everything_is_said_to_those_who_ask(monkeypatch):
     monkeypatch.setattr(quiet, "present", lambda *patterns: False)
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
@@ -302,8 +376,24 @@ def test_export(files, capsys):
         (["plan", "nowhere:step", "--args", "tests.small:make_args"], "no module 'nowhere'"),
         (["plan", "tests.small:other", "--args", "tests.small:make_args"], "has no 'other'"),
         (["plan", "tests.small", "--args", "tests.small:make_args"], "module:function"),
-        (["plan", "tests.small:NOT_A_FUNCTION", "--args", "tests.small:make_args"], "is a int"),
+        (
+            ["plan", "tests.small:NOT_A_FUNCTION", "--args", "tests.small:make_args"],
+            "but 'tests.small:NOT_A_FUNCTION' is of type int",
+        ),
         (["plan", *STEP, "--pin", "everything"], "PATTERN=DECISION"),
+        (["plan", "tests/small.py:step", "--args", "x:y"], "did you mean tests.small:step?"),
+        (["plan", "tests.small:stap", "--args", "x:y"], "did you mean step?"),
+        (["plan", *STEP, "--budget", "12banana"], "argument --budget: budget '12banana'"),
+        (["plan", *STEP, "--budget", "0"], "above zero"),
+        (["plan", *STEP, "--budget", "-5"], "'-5' is not understood"),
+        (["plan", *STEP, "--budget", "12"], "did you mean '12GiB'?"),
+        (["frontier", *STEP, "--budget", "0.5", "--budget", "much"], "'much'"),
+        (["plan", *STEP, "--host-budget", "50%"], "argument --host-budget"),
+        (["plan", *STEP, "--budgte", "1GiB"], "no option --budgte; did you mean --budget?"),
+        (["plan", "--arsg=x:y"], "no option --arsg; did you mean --args?"),
+        (["pln"], "no command 'pln'; did you mean plan?"),
+        (["plan"], "required: MODULE:STEP, --args"),
+        ([], "required: COMMAND"),
         (["explain", "nowhere.json"], "nowhere.json"),
         (["max-batch", *STEP, "--overhead", "much"], "such as 10%"),
         (["max-batch", *STEP, "--most", "0"], "a whole number above zero"),
@@ -313,7 +403,118 @@ def test_a_wrong_command_line_is_refused(capsys, words, message):
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    said_in_full = capsys.readouterr().err
+    assert message in said_in_full
+    assert len(said_in_full.splitlines()) == 2
+    assert re.fullmatch(r"Run `jdelta.* --help` for what there is.", said_in_full.splitlines()[1])
+
+
+def test_options_may_be_shortened_and_values_may_begin_with_a_dash(files, capsys):
+    said(capsys, "explain", files["0.4"], "--js")
+    assert main(["explain", files["0.4"], "--", "--such"]) == 4
+    assert "no residual called '--such'" in capsys.readouterr().err
+
+
+TOO_EARLY = ["tests.small:step", "--args", "tests.cli.wrong_steps:too_early"]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("plan", "-o"), ("plan", "--report"), ("frontier", "--plot")]
+)
+def test_files_that_cannot_be_written_are_refused_first(capsys, tmp_path, command, option):
+    (tmp_path / "folder.png").mkdir()
+    for path, message in (
+        (tmp_path / "none" / "x.png", f"there is no folder '{tmp_path}/none'"),
+        (tmp_path / "folder.png", "is a folder"),
+        ("/proc/version.png", "permission denied") if os.geteuid() else (tmp_path, "is a folder"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main([command, *TOO_EARLY, option, str(path)])
+        assert stopped.value.code == 2
+        error = capsys.readouterr().err
+        assert option in error.splitlines()[0]
+        assert message in error or (option == "--plot" and "expected a picture" in error)
+
+
+def test_a_picture_without_matplotlib_or_of_an_unknown_kind_is_refused_first(capsys, monkeypatch):
+    for ending, message in (("pgn", "ending in one of"), ("png", "pip install 'jax-delta[plot]'")):
+        with pytest.raises(SystemExit) as stopped:
+            main(["frontier", *TOO_EARLY, "--plot", f"x.{ending}"])
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+TAKEN = "train_step takes 5: p, s, x, y, key."
+
+
+@pytest.mark.parametrize(
+    ("step", "make", "message"),
+    [
+        ("train_step", "too_few", f"too_few returned 3 values, {TAKEN}"),
+        ("train_step", "too_many", f"too_many returned 6 values, {TAKEN}"),
+        ("train_step", "a_dict", f"a_dict returned one value, a dict, {TAKEN}"),
+        ("train_step", "one_value", f"one_value returned one value, a float, {TAKEN}"),
+        ("open_step", "nothing", "returned 0 values, open_step takes 1 or more: x, others, scale."),
+        ("train_step", "of_a_size", "of_a_size is given no value"),
+    ],
+)
+def test_what_a_step_does_not_take_is_counted(capsys, step, make, message):
+    here = "tests.cli.wrong_steps"
+    assert main(["plan", f"{here}:{step}", "--args", f"{here}:{make}"]) == 4
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_an_error_of_the_users_code_shows_where_it_is_and_no_other_code(capsys):
+    here = "tests.cli.wrong_steps"
+    assert main(["plan", f"{here}:failing_step", "--args", f"{here}:make_args"]) == 4
+    error = capsys.readouterr().err
+    assert error.count("Traceback") == 1
+    assert error.splitlines()[-1].startswith("TypeError: dot_general requires")
+    assert "in failing_step" in error
+    assert "in inner" in error
+    files = re.findall(r'File "(.*?)"', error)
+    assert {Path(file).name for file in files} == {"wrong_steps.py"}
+    assert main(["plan", f"{here}:train_step", "--args", f"{here}:no_file"]) == 4
+    error = capsys.readouterr().err
+    assert "in no_file" in error
+    assert error.endswith("FileNotFoundError: [Errno 2] no such data\n")
+
+
+def test_a_module_that_fails_shows_where(capsys):
+    assert main(["plan", "tests.cli.broken_module:step", "--args", "x:y"]) == 4
+    error = capsys.readouterr().err
+    assert "broken_module.py" in error
+    assert error.endswith("ValueError: of the module itself\n")
+
+
+def test_an_error_of_files_is_a_line(files, capsys, monkeypatch):
+    full = OSError(28, "No space left on device", "plan.json")
+    monkeypatch.setattr(answers, "figures", mock.Mock(side_effect=full))
+    assert main(["explain", files["0.4"]]) == 4
+    error = capsys.readouterr().err
+    assert "error: [Errno 28] No space left on device" in error
+
+
+def test_an_error_of_jdelta_itself_is_shown_whole(files, capsys, monkeypatch):
+    monkeypatch.setattr(answers, "figures", None)
+    assert main(["explain", files["0.4"]]) == 4
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback:\n")
+    assert "in _explain" in error
+
+
+def test_an_interrupted_command_says_so_in_a_line(capsys):
+    here = "tests.cli.wrong_steps"
+    assert main(["plan", f"{here}:train_step", "--args", f"{here}:interrupted"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_beginning_of_names_is_no_name(files, capsys):
+    assert main(["explain", files["0.4"], "region"]) == 4
+    assert "no residual called 'region'; did you mean 'region/*'?" in capsys.readouterr().err
 
 
 def test_errors_are_said_in_one_place(files, capsys):
@@ -338,3 +539,12 @@ def test_whoever_reads_its_words_may_stop_early():
     done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
     os.close(writes)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a file that is full")
+def test_a_full_disk_is_an_error_in_a_line():
+    command = [sys.executable, "-m", "jdelta", "targets"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    message = "error: standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (4, message)

@@ -10,7 +10,7 @@ import jdelta
 from jdelta import Decision
 from jdelta._src.plan.record import Figures
 from jdelta._src.regions.region import Grouping
-from jdelta._src.report.table import MOST_LINES, headline, in_one_line, printed, rows
+from jdelta._src.report.table import MOST_LINES, aligned, headline, in_one_line, printed, rows
 from jdelta._src.spill import SpillRates
 from tests import small
 from tests.planning import asking
@@ -96,15 +96,47 @@ def test_all_that_can_be_said_of_a_plan_fits_too(plan, width):
     everything = asking(
         everything, pins=pins, per_layer=False, reorder=True, solver="milp", spill=spill
     )
-    search = dataclasses.replace(everything.search, hint="Hint: less. " * 30, result="How. " * 90)
+    result = "How. " * 60
+    search = dataclasses.replace(everything.search, hint="Hint: less. " * 30, result=result)
     answer = dataclasses.replace(everything.answer, grouping=Grouping(2), updates_moved=2**20)
     everything = dataclasses.replace(everything, search=search, answer=answer)
     text = str(printed(everything, width))
-    assert len(text.splitlines()) <= MOST_LINES
+    assert len(text.splitlines()) <= MOST_LINES or width == min(WIDTHS)
     assert max(map(len, text.splitlines())) <= width
+    assert text.count("How.") == 60
     for label in ("asked", "on the host", "in files", "loops", "updates", "undone", "result"):
         assert f"\n{label} " in text
     assert "Hint: less." in text
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_figure_of_a_row_is_cut(plan, width):
+    many = with_many(plan, 9)
+    residuals = tuple(dataclasses.replace(r, seconds=0.001, holding=2.0) for r in many.residuals)
+    policy = dataclasses.replace(many.policy, saved=frozenset(), recomputed=many.policy.saved)
+    answer = dataclasses.replace(many.answer, residuals=residuals, policy=policy)
+    parts = printed(dataclasses.replace(many, answer=answer), width)
+    rows_of_text = [line for line in str(parts).splitlines() if "1.00 MiB  " in line]
+    assert rows_of_text
+    assert all("  1.00 MiB  recompute" in line for line in rows_of_text)
+    why = "costs 1 ms, saving takes 2 s"
+    assert all(line.endswith(why if width > 50 else "recompute") for line in rows_of_text)
+
+
+def test_a_row_that_is_too_long_goes_on_between_two_columns():
+    head, body = ("name", "first size", "second size"), [("a", "1.00 MiB", "2.00 MiB")]
+    assert aligned(head, body, 40) == [
+        "name  first size  second size",
+        "-----------------------------",
+        "a     1.00 MiB    2.00 MiB",
+    ]
+    assert aligned(head, body, 20) == [
+        "name  first size",
+        "  second size",
+        "----------------",
+        "a     1.00 MiB",
+        "  2.00 MiB",
+    ]
 
 
 def test_the_largest_rows_are_printed_and_what_is_left_out_is_counted(plan):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.metadata
+import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -16,23 +18,25 @@ from jdelta._src.api.planning import plan
 from jdelta._src.backends.chips import CHIPS
 from jdelta._src.backends.target import Target, names, published
 from jdelta._src.cli import loading
-from jdelta._src.cli.output import Answer, Block
+from jdelta._src.cli.output import Answer, Block, in_options
+from jdelta._src.errors import PlanMismatchError
 from jdelta._src.plan.planned_step import recompiled
 from jdelta._src.report import explain, export
 from jdelta._src.report.table import HEAD, NUMBERED, printed
+from jdelta._src.residuals.pins import fitting
 from jdelta._src.sizes import format_bytes, format_seconds
+from jdelta._src.versions import installed_with
 
 Options = argparse.Namespace
 
 
 def _planning(options: Options) -> dict[str, Any]:
     """The options of `jdelta.plan`."""
-    host = options.host_budget
     return {
         "target": options.target,
         **_arguments("donate", options.donate),
         **_arguments("static", options.static),
-        "host_budget": int(host) if host and host.isdecimal() else host,
+        "host_budget": options.host_budget,
         "spill": options.spill,
         "solver": options.solver,
         "pin": dict(options.pin),
@@ -56,7 +60,10 @@ def _arguments(option: str, chosen: Sequence[int | str] | None) -> dict[str, Any
 
 def _plan(options: Options) -> Answer:
     step_plan = plan(
-        options.step, options.budget, *loading.arguments(options.args), **_planning(options)
+        options.step,
+        options.budget,
+        *loading.arguments(options.step, options.args),
+        **_planning(options),
     )
     notes: list[str] = []
     if options.output:
@@ -90,9 +97,9 @@ def figures(step_plan: Plan) -> dict[str, Any]:
 
 def _table(step_plan: Plan) -> list[Block]:
     parts = printed(step_plan)
-    table = Block(HEAD, parts.body, notes=[parts.rest] if parts.rest else [])
+    table = Block(HEAD, parts.body, prose=[parts.rest] if parts.rest else [])
     return [
-        Block(notes=parts.title.splitlines()),
+        Block(notes=in_options(parts.title).splitlines()),
         table if parts.body else Block(notes=parts.table.splitlines()),
         Block(figures=parts.figures),
     ]
@@ -101,9 +108,24 @@ def _table(step_plan: Plan) -> list[Block]:
 def _explain(options: Options) -> Answer:
     if options.name is None:
         return Answer(figures(options.plan), _table(options.plan))
+    _refuse_prefix(options.plan, options.name)
     explanations = explain.explain(options.plan, options.name)
     record = [{**dataclasses.asdict(e), "decision": e.decision.value} for e in explanations]
-    return Answer(record, [Block(notes=str(e).splitlines()) for e in explanations])
+    return Answer(record, [Block(prose=str(e).splitlines()) for e in explanations])
+
+
+def _refuse_prefix(step_plan: Plan, name: str) -> None:
+    """Refuse the beginning of names as a name, with the pattern that was meant.
+
+    Raises:
+        PlanMismatchError: It is one.
+    """
+    residuals = step_plan.residuals
+    begun = name.rstrip("/") + "/"
+    if not fitting(residuals, name) and any(r.label.startswith(begun) for r in residuals):
+        raise PlanMismatchError(
+            f"The plan has no residual called {name!r}; did you mean '{begun}*'?"
+        )
 
 
 _FIGURES = ("target", "budget", "compiled_peak", "host_bytes", "overhead", "step_seconds", "result")
@@ -156,7 +178,7 @@ def _figure(step_plan: Plan, name: str) -> str:
 
 def _frontier(options: Options) -> Answer:
     budgets = options.budget or frontier.SHARES
-    args = loading.arguments(options.args)
+    args = loading.arguments(options.step, options.args)
     step_frontier = frontier.frontier(options.step, *args, budgets=budgets, **_planning(options))
     if options.plot:
         from jdelta import plot
@@ -171,7 +193,7 @@ def _largest(options: Options, what: str) -> Answer:
     most = options.most or largest.MOST
     outcome = largest.largest(
         options.step,
-        functools.partial(loading.arguments, options.args),
+        functools.partial(loading.arguments, options.step, options.args),
         options.budget,
         overhead=options.overhead,
         step=options.stride,
@@ -232,17 +254,42 @@ def _targets(_: Options) -> Answer:
     ]
     head = ("target", "device", "memory", "of", "bf16 TFLOP/s", "memory GB/s", "host GB/s")
     record = [
-        {"name": t.name, "kind": t.kind, "memory": t.memory, "device_memory": _of_device(t)}
+        {
+            "name": t.name,
+            "kind": t.kind,
+            "memory": t.memory,
+            "device_memory": _of_device(t),
+            "compiler": _has_compiler(t.platform),
+        }
         | dataclasses.asdict(t.rates)
         for t in targets
     ]
     reasons = dict.fromkeys(t.backend.devices.memory_reason() for t in targets)
     prose = [
+        *_here(),
         "Memory is what a program can use of that of the device.",
         *filter(None, reasons),
         "Published rates; the host link is an estimate. Rates of attached devices are measured.",
     ]
     return Answer(record, [Block(head, body, prose=prose)])
+
+
+def _here() -> list[str]:
+    """Which devices are planned for without ``--target``, and what has to be installed."""
+    missing = [platform for platform in CHIPS if not _has_compiler(platform)]
+    return [
+        "Without --target a step is planned for this machine's own devices: cpu where it has no "
+        "accelerator.",
+        *(f"Targets {name}:… need an install: {installed_with(name)}" for name in missing),
+    ]
+
+
+def _has_compiler(platform: str) -> bool:
+    """Whether what compiles for devices that are not here is installed; it is not loaded."""
+    if platform == "tpu":
+        return importlib.util.find_spec("libtpu") is not None
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return any(plugin.name.startswith(f"xla_{platform}") for plugin in plugins)
 
 
 def _of_device(target: Target) -> int:
@@ -253,7 +300,7 @@ def _of_device(target: Target) -> int:
 
 def _check(options: Options) -> Answer:
     step_plan: Plan = options.plan
-    measured = recompiled(step_plan, options.step, loading.arguments(options.args))
+    measured = recompiled(step_plan, options.step, loading.arguments(options.step, options.args))
     pairs = {
         "compiled peak": (step_plan.compiled_peak, measured.peak),
         "on the host": (step_plan.host_bytes, measured.all_host),
@@ -270,14 +317,14 @@ def _check(options: Options) -> Answer:
 def _oom(options: Options) -> Answer:
     report = oom.explain_oom(
         options.step,
-        *loading.arguments(options.args),
+        *loading.arguments(options.step, options.args),
         budget=options.budget,
         **_planning(options),
     )
     record = {f.name: getattr(report, f.name) for f in dataclasses.fields(report)}
     record["alive"] = [dataclasses.asdict(a) for a in report.alive]
     record["plan"] = figures(report.plan) if report.plan else None
-    return Answer(record, [Block(notes=str(report).splitlines())])
+    return Answer(record, [Block(prose=str(report).splitlines())])
 
 
 def _export(options: Options) -> Answer:

@@ -44,9 +44,20 @@ def _step_options(parser: argparse.ArgumentParser, args: str = "makes its argume
             metavar="N|NAME",
             help=f"{what}; may be given often",
         )
-    parser.add_argument("--host-budget", metavar="SIZE", help="bound on what goes to the host")
+    parser.add_argument(
+        "--host-budget",
+        type=loading.host_budget,
+        metavar="SIZE",
+        help="bound on what goes to the host",
+    )
     parser.add_argument("--spill", metavar="DIR", help="directory for what fits nowhere else")
-    parser.add_argument("--solver", choices=("knapsack", "milp"), default="knapsack")
+    parser.add_argument(
+        "--solver",
+        choices=("knapsack", "milp"),
+        default="knapsack",
+        help="what decides: knapsack is quick (default); milp takes longer, and proves how far the "
+        "decisions are from the optimum",
+    )
     parser.add_argument(
         "--pin",
         type=loading.pin,
@@ -74,6 +85,7 @@ def _budget_option(
 ) -> None:
     parser.add_argument(
         "--budget",
+        type=loading.budget,
         help=f"14GiB, bytes, or a share of the plain step's peak (50%%); default: {default}",
     )
 
@@ -81,8 +93,19 @@ def _budget_option(
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     _step_options(parser)
     _budget_option(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to this file")
-    parser.add_argument("--report", metavar="FILE", help="write a page with pictures of it")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=loading.output_file,
+        metavar="FILE",
+        help="write the plan to this file",
+    )
+    parser.add_argument(
+        "--report",
+        type=loading.output_file,
+        metavar="FILE",
+        help="write a page with pictures of it",
+    )
 
 
 def _explain_options(parser: argparse.ArgumentParser) -> None:
@@ -103,11 +126,14 @@ def _frontier_options(parser: argparse.ArgumentParser) -> None:
     _step_options(parser)
     parser.add_argument(
         "--budget",
+        type=loading.budget,
         action="append",
         metavar="BUDGET",
         help="may be given often; default: 100%% to 30%% of the plain step's peak",
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw it into this file")
+    parser.add_argument(
+        "--plot", type=loading.picture_file, metavar="FILE", help="draw it into this file"
+    )
 
 
 def _largest_options(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +185,12 @@ def _oom_options(parser: argparse.ArgumentParser) -> None:
 
 def _export_options(parser: argparse.ArgumentParser) -> None:
     _plan_file(parser)
-    parser.add_argument("form", choices=FORMS)
+    parser.add_argument(
+        "form",
+        choices=FORMS,
+        help="the library; it knows values by what jax.ad_checkpoint.checkpoint_name called them "
+        "in the step, so others cannot be exported",
+    )
 
 
 FORMS = ("axlearn", "jax", "levanter", "maxtext")

@@ -1,43 +1,70 @@
-"""What a command line names: functions of the user's modules, plans, pins, shares."""
+"""What a command line names: functions of the user's modules, plans, files, budgets, shares."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import importlib.util
+import inspect
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jdelta._src.errors import PlanMismatchError
+from jdelta._src.errors import ArgumentError, BudgetError, PlanMismatchError
+from jdelta._src.sizes import parse_budget, parse_host_budget
+from jdelta._src.versions import installed_with
 
 if TYPE_CHECKING:
     from jdelta._src.api.plan import Plan
+
+
+class ImportFailedError(Exception):
+    """The user's own module raised the cause; argparse would take some causes for its own."""
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """A question for the known word that is most like another; empty where none is."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def function(text: str) -> Callable[..., Any]:
     """The function that ``module:name`` stands for; modules of the current directory count.
 
     Raises:
-        argparse.ArgumentTypeError: There is no such module or name, or it is no function. What the
-            module itself raises is not caught.
+        argparse.ArgumentTypeError: There is no such module or name, or it is no function.
+        ImportFailedError: The module itself raises something.
     """
     module, _, name = text.partition(":")
     if not module or not name:
         raise argparse.ArgumentTypeError(f"expected module:function, got {text!r}")
+    if module.endswith(".py"):
+        dotted = os.path.normpath(module).removesuffix(".py").replace(os.sep, ".")
+        raise argparse.ArgumentTypeError(
+            f"expected module:function, got {text!r}; did you mean {dotted}:{name}?"
+        )
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         value: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
-            raise
+            raise ImportFailedError(module) from error
         raise argparse.ArgumentTypeError(f"{text!r}: there is no module {error.name!r}") from error
+    except Exception as error:
+        raise ImportFailedError(module) from error
     for part in name.split("."):
         if not hasattr(value, part):
-            raise argparse.ArgumentTypeError(f"{text!r}: {module} has no {name!r}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: {module} has no {name!r}{meant(part, dir(value))}"
+            )
         value = getattr(value, part)
     if not callable(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is a {type(value).__name__}, not a function")
+        raise argparse.ArgumentTypeError(
+            f"expected a function, but {text!r} is of type {type(value).__name__}"
+        )
     return value
 
 
@@ -55,10 +82,114 @@ def plan_file(path: str) -> Plan:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def arguments(make: Callable[..., Any], *sizes: Any) -> tuple[Any, ...]:
-    """The arguments of a step, as the user's function makes them: a tuple, or the only one."""
-    step_args = make(*sizes)
-    return tuple(step_args) if isinstance(step_args, (tuple, list)) else (step_args,)
+def output_file(path: str) -> str:
+    """The path of a file that can be written, seen before there is something to write.
+
+    Raises:
+        argparse.ArgumentTypeError: It cannot.
+    """
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise argparse.ArgumentTypeError(
+            f"{path!r} cannot be written: there is no folder {folder!r}; make it, or name another"
+        )
+    if os.path.isdir(path):
+        raise argparse.ArgumentTypeError(f"expected a file, but {path!r} is a folder")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"{path!r} cannot be written: permission denied; name a file elsewhere"
+        )
+    return path
+
+
+def picture_file(path: str) -> str:
+    """The path of a file that can be drawn into, seen before there is something to draw.
+
+    Raises:
+        argparse.ArgumentTypeError: It cannot, or matplotlib is not installed or knows no such file.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(f"drawing needs matplotlib: {installed_with('plot')}")
+    from matplotlib.backend_bases import FigureCanvasBase  # only where something is drawn
+
+    ending = os.path.splitext(path)[1].removeprefix(".").lower()
+    if ending and ending not in FigureCanvasBase.filetypes:
+        raise argparse.ArgumentTypeError(
+            f"expected a picture's file, ending in one of "
+            f"{', '.join(sorted(FigureCanvasBase.filetypes))}; got {path!r}"
+        )
+    return output_file(path)
+
+
+def budget(text: str) -> str:
+    """A budget that is understood.
+
+    Raises:
+        argparse.ArgumentTypeError: It is not.
+    """
+    try:
+        parse_budget(text)
+    except BudgetError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def host_budget(text: str) -> int | str:
+    """A bound on what goes to the host, as `jdelta.plan` takes it.
+
+    Raises:
+        argparse.ArgumentTypeError: It is not understood.
+    """
+    size = int(text) if text.isdecimal() else text
+    try:
+        parse_host_budget(size)
+    except BudgetError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return size
+
+
+def arguments(step: Callable[..., Any], make: Callable[..., Any], *sizes: Any) -> tuple[Any, ...]:
+    """The arguments of a step, as the user's function makes them: a tuple, or the only one.
+
+    Raises:
+        ArgumentError: The function takes other values than it is given, or the step does.
+    """
+    if taken := _refused(make, sizes):
+        given = "the size" if sizes else "no value (max-batch and max-length give the size)"
+        raise ArgumentError(f"{_name(make)} is given {given}, but takes {taken}.")
+    made = make(*sizes)
+    step_args = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+    if taken := _refused(step, step_args):
+        count = f"{len(step_args)} value{'' if len(step_args) == 1 else 's'}"
+        what = count if isinstance(made, (tuple, list)) else f"one value, a {type(made).__name__}"
+        raise ArgumentError(f"{_name(make)} returned {what}, {_name(step)} takes {taken}.")
+    return step_args
+
+
+def _refused(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """What a function takes, if it does not take these arguments: ``2: state, batch``."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables have none
+        return ""
+    try:
+        signature.bind(*args)
+    except TypeError:
+        return _taken(signature.parameters)
+    return ""
+
+
+def _taken(parameters: Mapping[str, inspect.Parameter]) -> str:
+    """The parameters of a function, and how many values it takes for them."""
+    many = [p for p in parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    one = [p for p in parameters.values() if p not in many]
+    least = sum(p.default is p.empty for p in one)
+    count = f"{least} or more" if many else f"{least} to {len(one)}" if least < len(one) else least
+    return f"{count}: {', '.join(parameters)}" if parameters else "none"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def argument(text: str) -> int | str:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import re
 import sys
-import textwrap
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jaxlib
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+import jdelta
 from jdelta._src.decision import Decision
-from jdelta._src.report.table import WIDTH, aligned, labelled
+from jdelta._src.report.table import LABEL, WIDTH, aligned, labelled, terminal_width, wrapped
 
 COLOURS = {
     Decision.SAVE: "green",
@@ -24,27 +29,37 @@ COLOURS = {
 }
 """Of decisions; chosen to be told apart on dark and on light terminals."""
 
-
-_WHOLE = 24
-"""Characters up to which names in the first column stay in one line: they are to be copied."""
+_OPTIONS = {
+    "per_layer=False": "--no-per-layer",
+    "reorder=True": "--reorder",
+    "donate_argnums": "--donate",
+    "donate_argnames": "--donate",
+    "static_argnums": "--static",
+    "static_argnames": "--static",
+    "host_budget": "--host-budget",
+    "spill=": "--spill",
+    "solver=": "--solver",
+    "target=": "--target",
+    "pin=": "--pin",
+}
+"""Options in Python as texts name them, and what they are called on the command line."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A table with a title above and remarks below it.
+    """A table with remarks below it.
 
     Attributes:
         head: Titles of the columns; none for a block of remarks only.
         body: The cells, row by row.
-        title: A line above.
-        figures: What is said below by what it is.
+        figures: What is said below by what it is, in sentences.
         notes: Lines below, as they are.
-        prose: Sentences below, in lines as long as there is room.
+        prose: Sentences below, in lines as long as there is room. In sentences options have the
+            names of the command line.
     """
 
     head: Sequence[str] = ()
     body: Sequence[Sequence[str]] = ()
-    title: str = ""
     figures: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: Sequence[str] = ()
     prose: Sequence[str] = ()
@@ -71,50 +86,73 @@ def show(answer: Answer, *, as_json: bool) -> None:
         print(json.dumps(answer.record, indent=1))
         return
     console = Console()
-    for number, block in enumerate(answer.blocks):
-        if number:
-            console.print()
-        (_coloured if console.is_terminal else _plain)(console, block)
+    with console.capture() as captured:  # rich ends the program by itself where a pipe is closed
+        for number, block in enumerate(answer.blocks):
+            if number:
+                console.print()
+            for line in _lines(block):
+                console.print(line, soft_wrap=True)
+    sys.stdout.write(captured.get())
 
 
-def _plain(console: Console, block: Block) -> None:
-    lines = [block.title] if block.title else []
-    lines += aligned(block.head, block.body) if block.head else []
-    lines += [labelled(block.figures)] if block.figures else []
-    prose = (textwrap.fill(text, WIDTH) for text in block.prose)
-    print("\n".join([*lines, *block.notes, *prose]))
+def _lines(block: Block) -> list[Text]:
+    """A block in lines, which are the same with colours and without."""
+    table = [Text(line) for line in (aligned(block.head, block.body) if block.head else ())]
+    for line, (decision, colour) in itertools.product(table, COLOURS.items()):
+        line.highlight_regex(rf"(?<=  ){decision.value}(?=  |$)", colour)
+    for line in table:
+        line.stylize("dim")
+        if set(line.plain) == {"-"}:
+            break
+    named = {label: in_options(text) for label, text in block.figures.items()}
+    figures = [Text(line) for line in labelled(named).splitlines()]
+    for line in figures:
+        line.stylize("dim", 0, LABEL)
+    width = min(WIDTH, terminal_width())
+    prose = (_wrapped(in_options(text), width) for text in block.prose)
+    return [*table, *figures, *map(Text, itertools.chain(block.notes, *prose))]
 
 
-def _coloured(console: Console, block: Block) -> None:
-    if block.title:
-        console.print(Text(block.title, "bold"))
-    if block.head:
-        table = Table(box=None, header_style="dim", pad_edge=False)
-        longest = max((len(row[0]) for row in block.body), default=0)
-        first, *others = block.head
-        table.add_column(first, overflow="fold", ratio=2, min_width=min(longest, _WHOLE))
-        for name in others:
-            table.add_column(name, overflow="fold")
-        for row in block.body:
-            table.add_row(*map(_cell, row))
-        console.print(table)
-    if block.figures:
-        grid = Table.grid(padding=(0, 1))
-        for label, text in block.figures.items():
-            grid.add_row(Text(label, "dim", no_wrap=True), Text(text))
-        console.print(grid)
-    for note in (*block.notes, *block.prose):
-        console.print(Text(note))
+def _wrapped(text: str, width: int) -> list[str]:
+    """A sentence in lines that are indented as it is, and a little more."""
+    indent = " " * (len(text) - len(text.lstrip()))
+    return wrapped(text, width, indent=f"{indent}  " if indent else "").splitlines() or [""]
 
 
-def _cell(text: str) -> Text:
-    styles = {decision.value: colour for decision, colour in COLOURS.items()}
-    return Text(text, styles.get(text, ""))
+def in_options(text: str) -> str:
+    """A text of jdelta's with the command line's names of options: ``--solver='milp'``."""
+    for python, option in _OPTIONS.items():
+        name = rf"(?<![\w.-]){python.removesuffix('=')}"
+        text = re.sub(rf"{name}=(?=['\w(])", f"{option}=", text)
+        text = re.sub(rf"{name}=" if python.endswith("=") else rf"{name}=?(?!\w)", option, text)
+    return text
 
 
 def failed(message: str) -> None:
     """Print an error to standard error."""
     console = Console(stderr=True)
-    text = Text.assemble(("error: ", "bold red"), message)
+    text = Text.assemble(("error: ", "bold red"), in_options(message))
     console.print(text, soft_wrap=not console.is_terminal)
     sys.stderr.flush()
+
+
+def raised(error: BaseException) -> None:
+    """Print an error that jdelta did not raise, and where the user's code did, if it was that."""
+    stack = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in stack if _is_of_user(frame.filename)]
+    if not own and isinstance(error, (OSError, ValueError)):
+        failed(str(error))
+        return
+    said = traceback.TracebackException(type(error), error, None)
+    said.__notes__ = None  # JAX's, on the frames that it has left out
+    lines = [*traceback.format_list(own or stack), *said.format_exception_only()]
+    print("Traceback, of your code:" if own else "Traceback:", file=sys.stderr)
+    print("".join(lines), end="", file=sys.stderr, flush=True)
+
+
+def _is_of_user(filename: str) -> bool:
+    """Whether a file of code is neither jdelta's nor JAX's nor Python's."""
+    is_installed = "site-packages" in filename
+    folders = [os.path.dirname(module.__file__ or "") for module in (jdelta, jax, jaxlib)]
+    folders += [] if is_installed else [os.path.dirname(os.__file__)]
+    return not filename.startswith(("<frozen", *(folder + os.sep for folder in folders)))

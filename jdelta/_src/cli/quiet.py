@@ -13,6 +13,16 @@ _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _PLUGINS = "jax._src.xla_bridge"
 """The logger that JAX tells of plug-ins that do not start, with their whole stack."""
 
+_TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
+"""Device files of TPUs."""
+
+_NO_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+"""What libtpu looks for as soon as JAX starts, and complains of where it is not set."""
+
 
 def hush() -> None:
     """Leave out what CUDA's and TPU's libraries say where there is no such device.
@@ -21,7 +31,10 @@ def hush() -> None:
     """
     if os.environ.setdefault(_LEVEL, "3") == "0":
         return
-    if not present("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*"):
+    if not present(*_TPU_FILES):
+        for variable, value in _NO_TPU.items():
+            os.environ.setdefault(variable, value)
+    if not present("/dev/nvidia[0-9]*", *_TPU_FILES):
         logging.getLogger(_PLUGINS).addFilter(_is_of_use)
 
 

@@ -30,16 +30,18 @@ LEAST_WIDTH = 40
 """Characters in a line of the narrowest terminal that is thought of."""
 MOST_LINES = 25
 """Lines of a printed plan: what a terminal shows at once."""
+LABEL = 14
+"""Characters that the label of a figure takes."""
 
 NO_ROWS = "The step keeps nothing for a backward pass: there is nothing to decide."
 """What to say in place of a table without rows."""
 
 _LINE = 15  # characters of the place in the user's code
-_LABEL = 14  # characters that the label of a figure takes
 _SMALL = 0.002
 _NO_BREAK = "\u00a0"
 _IN_HEADLINE = ("target", "budget")  # figures that are not printed twice
 _DROPPED_FIRST = ("line", "shape", "count")  # columns, where names need their room
+_NEVER_CUT = "result"  # the figure that is a sentence, which says most at its end
 _MOST_LINES_OF = {"headline": 3, "hint": 2, "figure": 3}  # each, once it is wrapped
 _ORDER = {Decision.SAVE: 0, Decision.OFFLOAD: 1, Decision.SPILL: 2, Decision.RECOMPUTE: 3}
 
@@ -198,7 +200,7 @@ def printed(plan: PlanRecord, width: int | None = None) -> Printed:
     """The parts of a plan that there is room for.
 
     Rows of the table make room for all else, the smallest first; figures are cut where even that
-    is not enough.
+    is not enough, but for the result: it takes more than `MOST_LINES` before a word of it is lost.
 
     Args:
         plan: The plan.
@@ -209,7 +211,7 @@ def printed(plan: PlanRecord, width: int | None = None) -> Printed:
     visible, rest = shown(table)
     figures = summary_lines(plan)
     shown_figures = {
-        label: _shortened(text, width - _LABEL, _MOST_LINES_OF["figure"])
+        label: _shortened(label, text, width, _MOST_LINES_OF["figure"])
         for label, text in figures.items()
         if label not in _IN_HEADLINE
     }
@@ -221,7 +223,7 @@ def printed(plan: PlanRecord, width: int | None = None) -> Printed:
         parts = replace(parts, body=body, rest=rest)
         if len(str(parts).splitlines()) <= MOST_LINES:
             return parts
-    one_line = {label: _shortened(t, width - _LABEL, 1) for label, t in shown_figures.items()}
+    one_line = {label: _shortened(label, t, width, 1) for label, t in shown_figures.items()}
     return replace(parts, figures=one_line)
 
 
@@ -229,13 +231,12 @@ def _narrowed(body: Sequence[tuple[str, ...]], width: int) -> list[tuple[str, ..
     """The rows without the columns that leave too little room for names."""
     kept = [list(line) for line in body]
     longest = max((len(line[0]) for line in kept), default=0)
-    for title in _DROPPED_FIRST:
+    for title, room in (*((title, longest) for title in _DROPPED_FIRST), ("why", len(HEAD[0]))):
         columns = [[HEAD[i], *(line[i] for line in kept)] for i in range(1, len(HEAD))]
         taken = sum(2 + max(map(len, column)) for column in columns if any(column[1:]))
-        if longest + taken <= width:
-            break
-        for line in kept:
-            line[HEAD.index(title)] = ""
+        if room + taken > width:
+            for line in kept:
+                line[HEAD.index(title)] = ""
     return [tuple(line) for line in kept]
 
 
@@ -333,7 +334,8 @@ def aligned(
 ) -> list[str]:
     """Lines of a table, its columns as wide as they have to be, those without a cell left out.
 
-    What the first column has no room for stands in a line of its own, in front of its row.
+    What the first column has no room for stands in a line of its own, in front of its row. A row
+    that is longer than a line goes on in the next one, broken between two columns.
 
     Args:
         head: Titles of the columns.
@@ -344,15 +346,27 @@ def aligned(
     used = [i for i in range(len(head)) if not body or any(line[i] for line in body)]
     first, *others = ([line[i] for line in (head, *body)] for i in used)
     widths = [max(map(len, column)) for column in others]
-    room = max(most - sum(widths) - 2 * len(widths), len(first[0]))
+    room = most - sum(widths) - 2 * len(widths)
+    room = room if room >= len(first[0]) else most  # rows that go on in the next line have room
     left = max(len(cell) for cell in first if len(cell) <= room)
-    lines: list[str] = []
-    for label, *row in zip(first, *others, strict=True):
+    heading, *rest = zip(first, *others, strict=True)
+    lines = _folded(heading, (left, *widths), most)
+    lines.append("-" * max(map(len, lines)))
+    for label, *row in rest:
         is_long = len(label) > left
-        padded = map(str.ljust, ("" if is_long else label, *row), (left, *widths))
         lines += [_cut(label, most)] if is_long else []
-        lines.append(_cut("  ".join(padded).rstrip(), most))
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+        lines += _folded(("" if is_long else label, *row), (left, *widths), most)
+    return lines
+
+
+def _folded(row: Sequence[str], widths: Sequence[int], most: int) -> list[str]:
+    """A row in lines, broken between its columns only, all rows at the same ones."""
+    padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+    joined = "  ".join(cell.replace(" ", _NO_BREAK) for cell in padded)
+    lines = textwrap.wrap(
+        joined, most, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return [line.replace(_NO_BREAK, " ").rstrip() for line in lines]
 
 
 def _cut(line: str, width: int) -> str:
@@ -372,9 +386,9 @@ def wrapped(text: str, width: int, most: int | None = None, indent: str = "") ->
     return "\n".join(lines).replace(_NO_BREAK, " ")
 
 
-def _shortened(text: str, width: int, most: int) -> str:
-    """A text that fills at most so many lines."""
-    return wrapped(text, width, most).replace("\n", " ")
+def _shortened(label: str, text: str, width: int, most: int) -> str:
+    """What a figure says, so that it fills at most so many lines."""
+    return text if label == _NEVER_CUT else wrapped(text, width - LABEL, most).replace("\n", " ")
 
 
 def _count(row: Row) -> str:
@@ -392,7 +406,7 @@ def labelled(figures: Mapping[str, str], width: int | None = None) -> str:
     """
     most = terminal_width() if width is None else width
     return "\n".join(
-        wrapped(f"{label:<{_LABEL}}{text}", most, indent=" " * _LABEL)
+        wrapped(f"{label:<{LABEL}}{text}", most, indent=" " * LABEL)
         for label, text in figures.items()
     )
 
