@@ -64,6 +64,14 @@ def record(capsys, *words, code=0):
     return json.loads(said(capsys, *words, "--json", code=code))
 
 
+def test_what_goes_on_is_told_if_asked_for(capsys):
+    words = ["plan", *STEP, "--budget", "0.4", "--donate", "0"]
+    for verbose in (["-v"], []):
+        assert main(words + verbose) == 0
+        told = capsys.readouterr().err
+        assert bool(verbose) == bool(re.search(r"^\d\d:\d\d:\d\d compile 1", told, re.MULTILINE))
+
+
 def test_a_plan_is_printed_and_written(files, capsys, tmp_path):
     page = tmp_path / "page.html"
     text = said(capsys, "plan", *STEP, "--budget", "0.4", "--donate", "0", "--report", str(page))

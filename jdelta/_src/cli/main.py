@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import NoReturn
 
 from jdelta._src.cli.commands import COMMANDS
@@ -20,8 +22,9 @@ _EPILOG = """\
 `jdelta COMMAND --help` lists the options of a command.
 
 A step is named as MODULE:STEP; modules of the current directory count. --args names a function
-that makes its arguments, best as jax.ShapeDtypeStruct: nothing is allocated then. With train_step
-and make_args in mystep.py, for example:
+that makes its arguments, best as jax.ShapeDtypeStruct: nothing is allocated then. A first plan
+takes as long as a few compiles (for TPUs minutes; in a pipe -v says what goes on), the next ones
+are quick: what compilers said is kept in ~/.cache/jdelta. With both functions in mystep.py:
 
   jdelta oom mystep:train_step --args mystep:make_args --target tpu:v5e
   jdelta plan mystep:train_step --args mystep:make_args --target tpu:v5e --budget 14GiB --donate 0
@@ -93,12 +96,27 @@ def _answered(words: Sequence[str]) -> int:
     from jdelta._src.cli import answers, output
 
     try:
-        with showing():
+        with _told() if options.verbose else contextlib.nullcontext(), showing():
             answer = answers.ANSWERS[options.command](options)
     except Exception as error:
         return _failed(error)
     output.show(answer, as_json=options.json)
     return answer.code
+
+
+@contextlib.contextmanager
+def _told() -> Generator[None]:
+    """Write what goes on to standard error, a line each."""
+    logger, handler = logging.getLogger("jdelta"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _failed(error: BaseException) -> int:
@@ -131,6 +149,9 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     for command in COMMANDS:
         own = added.add_parser(command.name, help=command.help, description=command.help)
         own.add_argument("--json", action="store_true", help="print JSON")
+        own.add_argument(
+            "-v", "--verbose", action="store_true", help="write what goes on to standard error"
+        )
         command.options(own)
         parsers[command.name] = own
     return parser, parsers
