@@ -472,7 +472,7 @@ def load(path: str) -> Plan:
 
     ``plan.jit(step_fn)`` of what is returned compiles the step under the same decisions, and
     refuses another program, other arguments, or a peak over the budget. Another version of JAX
-    than the plan was made with is none of these.
+    than the plan was made with is none of these, unless it stages the step as another program.
 
     Args:
         path: The file.

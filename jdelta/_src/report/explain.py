@@ -108,9 +108,12 @@ class Explanation:
         if self.pinned:
             return "No amount of memory for residuals changes this decision: it was pinned."
         if self.turning is None:
-            return "No amount of memory for residuals changes this decision."
+            return "No amount of memory changes this decision: it is the quickest there is, or the only."
         way = "more" if self.turning > 0 else "less"
-        return f"About {format_bytes(abs(self.turning))} {way} for residuals would change this."
+        return (
+            f"With about {format_bytes(abs(self.turning))} {way} memory for residuals (a budget that much "
+            f"{'larger' if self.turning > 0 else 'smaller'}) it would be decided otherwise."
+        )
 
 
 def explain(plan: PlanRecord, name: str) -> tuple[Explanation, ...]:

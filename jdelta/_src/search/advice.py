@@ -114,7 +114,7 @@ def _takers(
     for name, values in arguments(timeline.graph, step).items():
         part = sum(value.bytes for value in values) / best.peak
         takes = f"The argument {name} takes {100 * part:.0f} % of the peak, which no plan lowers"
-        yield part, f"{takes}: cut it over more devices, or keep it in fewer bytes."
+        yield part, f"{takes}: shard it over more devices, or keep it in fewer bytes (bfloat16)."
     names, kept = labels(timeline.graph), _kept(best.decisions or {}, residuals)
     stacked = {v for op in timeline.graph.operations if op.primitive == "scan" for v in op.outputs}
     for v in timeline.alive(timeline.peak_index):
