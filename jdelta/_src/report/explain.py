@@ -108,11 +108,11 @@ class Explanation:
         if self.pinned:
             return "No amount of memory for residuals changes this decision: it was pinned."
         if self.turning is None:
-            return "No amount of memory changes this decision: it is the quickest there is, or the only."
-        way = "more" if self.turning > 0 else "less"
+            return "No amount of memory for residuals changes this decision."
+        way, budget = ("more", "larger") if self.turning > 0 else ("less", "smaller")
         return (
-            f"With about {format_bytes(abs(self.turning))} {way} memory for residuals (a budget that much "
-            f"{'larger' if self.turning > 0 else 'smaller'}) it would be decided otherwise."
+            f"With about {format_bytes(abs(self.turning))} {way} memory for residuals (a {budget} "
+            "budget) it would be decided otherwise."
         )
 
 
