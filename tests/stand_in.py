@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jdelta._src.backends.chips import Rates
 from jdelta._src.hlo.measure import Measurement
 from jdelta._src.passes.emit import emit
 
@@ -24,3 +25,19 @@ def in_place_of_the_compiler(monkeypatch):
     """Have each program take what is predicted of it."""
     monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     monkeypatch.setattr("jdelta._src.search.history.measure", saying_what_is_predicted)
+
+
+RATES = Rates(
+    matmul=(("bfloat16", 1.3e11), ("float32", 1.3e11), ("float32 highest", 1.3e11)),
+    vector=4.1e10,
+    integer=5.6e10,
+    bandwidth=1.76e10,
+    device_to_host=8.8e9,
+    host_to_device=8.8e9,
+)
+"""As measured on two cores that do nothing else."""
+
+
+def as_on_an_idle_machine(monkeypatch):
+    """Have plans for CPUs go by `RATES`: those that are measured depend on what else runs."""
+    monkeypatch.setattr("jdelta._src.backends.target.measured_rates", lambda *_: RATES)

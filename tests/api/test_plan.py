@@ -15,12 +15,12 @@ import pytest
 
 import jdelta
 from jdelta import BudgetError, Decision, PlanMismatchError, TargetError
-from jdelta._src.backends.chips import Rates
 from jdelta._src.backends.target import resolve
 from jdelta._src.hlo.measure import measure
 from jdelta._src.regions.policy import Policy
 from tests import small
 from tests.planning import asking
+from tests.stand_in import as_on_an_idle_machine
 from tests.versions import fails_in_jax_0_10_with_remat3
 
 LAYERS, WIDTH, ROWS = 8, 16, 2048
@@ -57,22 +57,11 @@ def arguments(rows=ROWS):
     return params, jax.random.normal(key, (rows, WIDTH))
 
 
-RATES = Rates(
-    matmul=(("bfloat16", 1.3e11), ("float32", 1.3e11), ("float32 highest", 1.3e11)),
-    vector=4.1e10,
-    integer=5.6e10,
-    bandwidth=1.76e10,
-    device_to_host=8.8e9,
-    host_to_device=8.8e9,
-)
-"""As measured on two cores that do nothing else."""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def rates():
     """Plans depend on rates, and those that are measured on what else the machine does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jdelta._src.backends.target.measured_rates", lambda *_: RATES)
+        as_on_an_idle_machine(patch)
         yield
 
 

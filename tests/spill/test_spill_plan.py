@@ -249,14 +249,15 @@ def test_spilling_alone_frees_as_many_bytes(spill):
 def test_region_inputs_are_spilled_below_the_floor(spill):
     step, args = network(4096, 64)
     floor = jdelta.plan(step, 1.0, *args, pin={"*": "recompute"}).floor
+    budget = int(0.82 * floor)  # just below the floor some plans that keep some values fit
     with pytest.raises(jdelta.BudgetError):
-        jdelta.plan(step, int(0.9 * floor), *args)
-    plan = jdelta.plan(step, int(0.9 * floor), *args, spill=spill)
+        jdelta.plan(step, budget, *args)
+    plan = jdelta.plan(step, budget, *args, spill=spill)
     assert plan.decisions["block/input_2"] is Decision.SPILL
     check(plan.jit()(*args), jax.jit(step)(*args))
     with pytest.raises(jdelta.BudgetError, match=r"residual recomputed or in files \(\d") as least:
         jdelta.plan(step, 2048, *args, spill=spill)
-    assert least.value.floor < 0.9 * floor
+    assert least.value.floor <= budget
 
 
 def test_where_recompute_needs_more_than_simulated_files_are_tried(spill):

@@ -234,8 +234,8 @@ def _chips() -> list[str]:
 def _meant(target: str) -> str:
     """The known name of a target that was written otherwise: ``H100`` for ``cuda:h100``."""
     asked = target.lower().partition(":")
-    near = [name for name in _chips() if name == "".join(asked) or name.endswith(f":{asked[0]}")]
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    alike = [name for name in _chips() if name == "".join(asked) or name.endswith(f":{asked[0]}")]
+    return f" (did you mean {alike[0]!r}?)" if alike else ""
 
 
 def _known() -> str:

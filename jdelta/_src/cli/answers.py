@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -284,12 +283,13 @@ def _here() -> list[str]:
     ]
 
 
+_COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin")}
+"""For each platform the modules of which one has to be installed."""
+
+
 def _has_compiler(platform: str) -> bool:
     """Whether what compiles for devices that are not here is installed; it is not loaded."""
-    if platform == "tpu":
-        return importlib.util.find_spec("libtpu") is not None
-    plugins = importlib.metadata.entry_points(group="jax_plugins")
-    return any(plugin.name.startswith(f"xla_{platform}") for plugin in plugins)
+    return any(importlib.util.find_spec(module) for module in _COMPILERS[platform])
 
 
 def _of_device(target: Target) -> int:

@@ -26,8 +26,8 @@ class ImportFailedError(Exception):
 
 def meant(word: str, known: Iterable[str]) -> str:
     """A question for the known word that is most like another; empty where none is."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    alike = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {alike[0]}?" if alike else ""
 
 
 def function(text: str) -> Callable[..., Any]:
@@ -155,13 +155,14 @@ def arguments(step: Callable[..., Any], make: Callable[..., Any], *sizes: Any) -
         ArgumentError: The function takes other values than it is given, or the step does.
     """
     if taken := _refused(make, sizes):
-        given = "the size" if sizes else "no value (max-batch and max-length give the size)"
-        raise ArgumentError(f"{_name(make)} is given {given}, but takes {taken}.")
-    made = make(*sizes)
-    step_args = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+        value = "the size" if sizes else "no value (max-batch and max-length give the size)"
+        raise ArgumentError(f"{_name(make)} is given {value}, but takes {taken}.")
+    values = make(*sizes)
+    step_args = tuple(values) if isinstance(values, (tuple, list)) else (values,)
     if taken := _refused(step, step_args):
         count = f"{len(step_args)} value{'' if len(step_args) == 1 else 's'}"
-        what = count if isinstance(made, (tuple, list)) else f"one value, a {type(made).__name__}"
+        is_one = not isinstance(values, (tuple, list))
+        what = f"one value, a {type(values).__name__}" if is_one else count
         raise ArgumentError(f"{_name(make)} returned {what}, {_name(step)} takes {taken}.")
     return step_args
 

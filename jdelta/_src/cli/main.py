@@ -49,8 +49,8 @@ class _Parser(argparse.ArgumentParser):
             if option.startswith("--") and not any(
                 known.startswith(option) for known in self._option_string_actions
             ):
-                near = meant(option, self._option_string_actions)
-                self.error(f"there is no option {option}{near}")
+                question = meant(option, self._option_string_actions)
+                self.error(f"there is no option {option}{question}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

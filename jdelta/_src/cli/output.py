@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ import jaxlib
 from rich.console import Console
 from rich.text import Text
 
-import jdelta
 from jdelta._src.decision import Decision
 from jdelta._src.report.table import LABEL, WIDTH, aligned, labelled, terminal_width, wrapped
 
@@ -43,6 +43,9 @@ _OPTIONS = {
     "pin=": "--pin",
 }
 """Options in Python as texts name them, and what they are called on the command line."""
+
+
+_PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,6 @@ def raised(error: BaseException) -> None:
 def _is_of_user(filename: str) -> bool:
     """Whether a file of code is neither jdelta's nor JAX's nor Python's."""
     is_installed = "site-packages" in filename
-    folders = [os.path.dirname(module.__file__ or "") for module in (jdelta, jax, jaxlib)]
+    folders = [os.path.dirname(module.__file__ or "") for module in (jax, jaxlib)] + [str(_PACKAGE)]
     folders += [] if is_installed else [os.path.dirname(os.__file__)]
     return not filename.startswith(("<frozen", *(folder + os.sep for folder in folders)))
