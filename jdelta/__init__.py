@@ -4,7 +4,7 @@
 
     plan = jdelta.plan(train_step, "14GiB", state, batch, donate_argnums=0)
     print(plan)                    # does it fit, what does it cost, what becomes of each value
-    print(plan.explain("h/*"))     # why, value by value; plan.decisions has them by name
+    print(*plan.explain("h/*"))    # why, value by value; plan.decisions has them by name
     step = plan.jit()              # compiled already: state, loss = step(state, batch)
     plan.save("plan.json")         # and jdelta.load("plan.json").jit(train_step) elsewhere
 

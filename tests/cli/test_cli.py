@@ -1,5 +1,6 @@
 """The command line: what each command prints, for people and for programs, and how it ends."""
 
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 
 import jdelta
+from jdelta._src.backends import device_files
 from jdelta._src.backends.chips import CHIPS
 from jdelta._src.cli import answers, commands, main, output, quiet
 from jdelta._src.cli.answers import ANSWERS
@@ -249,8 +251,11 @@ def test_targets_say_why_a_gpu_has_less_for_a_program(capsys, monkeypatch):
 def test_targets_say_what_is_not_installed(capsys, monkeypatch):
     for has in (False, True):
         with monkeypatch.context() as installed:
+            plugin = importlib.metadata.EntryPoint("xla_cuda13", "a:b", "jax_plugins")
             installed.setattr(importlib.util, "find_spec", lambda name, has=has: has or None)
-            text = said(capsys, "targets")
+            plugins = (plugin,) if has else ()
+            installed.setattr(importlib.metadata, "entry_points", lambda group, p=plugins: p)
+            text = " ".join(said(capsys, "targets").split())  # however wide a line is
             got = record(capsys, "targets")
         for platform in ("tpu", "cuda"):
             needed = f"Targets {platform}:… need an install: pip install 'jax-delta[{platform}]'"
@@ -355,7 +360,8 @@ def test_libtpu_is_told_what_it_would_complain_of(monkeypatch):
         for name in names:
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
-        monkeypatch.setattr(quiet, "present", lambda *patterns, tpus=tpus: tpus)
+        for place in (quiet, device_files):
+            monkeypatch.setattr(place, "present", lambda *patterns, tpus=tpus: tpus)
         quiet.hush()
         assert [name in os.environ for name in names] == [not tpus] * 3
 

@@ -12,9 +12,8 @@ from typing import Any
 import jax
 
 from jdelta._src.api.plan import Plan
-from jdelta._src.api.planning import plan
+from jdelta._src.api.planning import plan, traced_on
 from jdelta._src.backends.platforms import backend_of
-from jdelta._src.backends.target import resolve
 from jdelta._src.errors import BudgetError, TraceError
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import Timeline, timeline
@@ -22,7 +21,8 @@ from jdelta._src.passes.emit import Step, fixed_bytes, local_bytes
 from jdelta._src.plan.call import Call, call_of
 from jdelta._src.plan.user_step import OPTIONS, jitted
 from jdelta._src.program.graph import labels
-from jdelta._src.regions.trace import Trace, trace
+from jdelta._src.regions.region import AS_WRITTEN
+from jdelta._src.regions.trace import Trace
 from jdelta._src.report.table import NUMBERED, WIDTH, aligned
 from jdelta._src.search.advice import donation
 from jdelta._src.sizes import format_array, format_bytes, format_seconds, parse_budget
@@ -139,11 +139,9 @@ def explain_oom(
     told: dict[str, Any] = {"donate_argnums": donate_argnums, **options}
     asked = jitted(step_fn, **{name: told[name] for name in OPTIONS if name in told})
     own = {name: told.pop(name) for name in tuple(told) if name in asked.parameters}
-    call = call_of(asked, args, own).over_own_mesh()
-    where = resolve(target, call.placed)
-    call = call.abstract(where)
+    where, call, traced = traced_on(target, call_of(asked, args, own))
     step = Step(call.fun, call.args, call.donated(asked.donate), where, {}, names=call.names)
-    step_trace = trace(call.fun, *call.args, platform=where.platform)
+    step_trace = traced(AS_WRITTEN)
     line = timeline(step_trace.graph, Compiler(where.backend))
     predicted = line.peak + fixed_bytes(step_trace.graph, step)
     fitting_plan, refused = None, None

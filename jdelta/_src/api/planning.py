@@ -317,7 +317,7 @@ def _plan(
 ) -> Plan:
     with contextlib.ExitStack() as during:
         during.enter_context(showing(progress))
-        where, placed, traced = _traced(target, call)
+        where, placed, traced = traced_on(target, call)
         job = Job.of(where.devices(), ahead_of_time=where.ahead_of_time)
         during.enter_context(job.failing_together())
         plan = _plan_for(job, where, asked, budget, placed, traced, **options)
@@ -326,7 +326,7 @@ def _plan(
     return plan
 
 
-def _traced(target: str | None, call: Call) -> tuple[Target, Call, Callable[[Grouping], Trace]]:
+def traced_on(target: str | None, call: Call) -> tuple[Target, Call, Callable[[Grouping], Trace]]:
     """The target, the call with shapes placed there, and what stages it, each grouping once."""
     where = resolve(target, call.placed)
     placed = call.abstract(where)
@@ -339,7 +339,7 @@ def _traced(target: str | None, call: Call) -> tuple[Target, Call, Callable[[Gro
         with own_errors_only(placed.fun, placed.args, where.platform):
             mesh = traced(AS_WRITTEN).mesh
         if mesh:
-            return _traced(target, dataclasses.replace(call, own_mesh=mesh))
+            return traced_on(target, dataclasses.replace(call, own_mesh=mesh))
     return where, placed, traced
 
 

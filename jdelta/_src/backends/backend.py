@@ -223,6 +223,7 @@ class Devices:
             offloaded; None where it may.
         topology: From a chip and a topology to their description by the compiler; None where there
             is no compiler for devices that are not here.
+        has_compiler: Whether what compiles for them is installed; it is not loaded to know.
     """
 
     have_own_memory: bool
@@ -231,6 +232,7 @@ class Devices:
     pinned: Callable[[int | None], int | None]
     offload_refusal: Callable[[tuple[int, ...]], str | None]
     topology: Callable[[str, str], Any] | None
+    has_compiler: Callable[[], bool]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,11 @@ def _no_options(memory: int, needed: int, outside_loops: bool, least: bool) -> O
     return {}
 
 
+def _always() -> bool:
+    """Always: it comes with jaxlib."""
+    return True
+
+
 def _one_memory(jaxlib: tuple[int, ...]) -> str:
     """XLA for CPUs has one memory."""
     del jaxlib
@@ -99,5 +104,6 @@ CPU = Backend(
         pinned=_nothing,
         offload_refusal=_one_memory,
         topology=None,
+        has_compiler=_always,
     ),
 )

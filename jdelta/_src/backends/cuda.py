@@ -26,7 +26,7 @@ from jdelta._src.backends.backend import (
     Transfers,
 )
 from jdelta._src.backends.chips import CHIPS
-from jdelta._src.backends.device_files import present
+from jdelta._src.backends.device_files import GPUS, present
 from jdelta._src.errors import TargetError
 from jdelta._src.versions import installed_with
 
@@ -43,13 +43,19 @@ _SHARE = 0.75  # of a GPU's memory is what JAX takes, unless a variable says oth
 _LOADS_IN_ORDER = (0, 11, 1)  # the first jaxlib that reads offloaded stacks in the right order
 
 
+def _plugins() -> list[importlib.metadata.EntryPoint]:
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return [plugin for plugin in plugins if plugin.name.startswith("xla_cuda")]
+
+
+def _has_compiler() -> bool:
+    """Where JAX's CUDA plug-in is installed."""
+    return bool(_plugins())
+
+
 def _topology(chip: str, topology: str) -> topologies.TopologyDescription:
     """By JAX's CUDA plug-in, without a GPU."""
-    plugins = [
-        plugin
-        for plugin in importlib.metadata.entry_points(group="jax_plugins")
-        if plugin.name.startswith("xla_cuda")
-    ]
+    plugins = _plugins()
     if not plugins:
         raise TargetError(f"CUDA targets need JAX's CUDA plug-in: {installed_with('cuda')}")
     describe = functools.partial(
@@ -58,7 +64,7 @@ def _topology(chip: str, topology: str) -> topologies.TopologyDescription:
         target_config=CHIPS["cuda"][chip].description,
         topology=topology,
     )
-    with _environment({} if present("/dev/nvidia[0-9]*") else _NOT_HERE):
+    with _environment({} if present(*GPUS) else _NOT_HERE):
         try:
             return describe()
         except NotImplementedError:
@@ -201,5 +207,6 @@ CUDA = Backend(
         pinned=_pinned,
         offload_refusal=_offload_refusal,
         topology=_topology,
+        has_compiler=_has_compiler,
     ),
 )

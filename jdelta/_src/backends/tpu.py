@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from types import MappingProxyType
 
 from jax.experimental import topologies
@@ -23,26 +22,21 @@ from jdelta._src.backends.backend import (
     Transfers,
     nothing_to_say,
 )
-from jdelta._src.backends.device_files import present
+from jdelta._src.backends.device_files import spare_libtpu_its_search
 from jdelta._src.errors import TargetError
 from jdelta._src.versions import installed_with
 
-_NOT_HERE = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-}
-"""What libtpu looks for on a TPU machine. Elsewhere it asks the network and complains on stderr."""
+
+def _has_compiler() -> bool:
+    """Where libtpu is installed."""
+    return importlib.util.find_spec("libtpu") is not None
 
 
 def _topology(chip: str, topology: str) -> topologies.TopologyDescription:
     """By libtpu, without a TPU."""
-    if importlib.util.find_spec("libtpu") is None:
+    if not _has_compiler():
         raise TargetError(f"TPU targets need libtpu: {installed_with('tpu')}")
-    if not present("/dev/accel*", "/dev/vfio/[0-9]*"):
-        for variable, value in _NOT_HERE.items():
-            os.environ.setdefault(variable, value)
+    spare_libtpu_its_search()
     return topologies.get_topology_desc(platform="tpu", topology_name=f"{chip}:{topology}")
 
 
@@ -152,5 +146,6 @@ TPU = Backend(
         pinned=_all_there_is,
         offload_refusal=_may_offload,
         topology=_topology,
+        has_compiler=_has_compiler,
     ),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -258,14 +257,14 @@ def _targets(_: Options) -> Answer:
             "kind": t.kind,
             "memory": t.memory,
             "device_memory": _of_device(t),
-            "compiler": _has_compiler(t.platform),
+            "compiler": t.backend.devices.has_compiler(),
         }
         | dataclasses.asdict(t.rates)
         for t in targets
     ]
     reasons = dict.fromkeys(t.backend.devices.memory_reason() for t in targets)
     prose = [
-        *_here(),
+        *_here(targets),
         "Memory is what a program can use of that of the device.",
         *filter(None, reasons),
         "Published rates; the host link is an estimate. Rates of attached devices are measured.",
@@ -273,23 +272,14 @@ def _targets(_: Options) -> Answer:
     return Answer(record, [Block(head, body, prose=prose)])
 
 
-def _here() -> list[str]:
+def _here(targets: Sequence[Target]) -> list[str]:
     """Which devices are planned for without ``--target``, and what has to be installed."""
-    missing = [platform for platform in CHIPS if not _has_compiler(platform)]
+    missing = {t.platform: None for t in targets if not t.backend.devices.has_compiler()}
     return [
         "Without --target a step is planned for this machine's own devices: cpu where it has no "
         "accelerator.",
         *(f"Targets {name}:… need an install: {installed_with(name)}" for name in missing),
     ]
-
-
-_COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin")}
-"""For each platform the modules of which one has to be installed."""
-
-
-def _has_compiler(platform: str) -> bool:
-    """Whether what compiles for devices that are not here is installed; it is not loaded."""
-    return any(importlib.util.find_spec(module) for module in _COMPILERS[platform])
 
 
 def _of_device(target: Target) -> int:

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jdelta._src.errors import ArgumentError, BudgetError, PlanMismatchError
 from jdelta._src.sizes import parse_budget, parse_host_budget
@@ -18,6 +18,9 @@ from jdelta._src.versions import installed_with
 
 if TYPE_CHECKING:
     from jdelta._src.api.plan import Plan
+
+
+_Size = TypeVar("_Size", int, str, int | str)
 
 
 class ImportFailedError(Exception):
@@ -127,11 +130,7 @@ def budget(text: str) -> str:
     Raises:
         argparse.ArgumentTypeError: It is not.
     """
-    try:
-        parse_budget(text)
-    except BudgetError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
+    return _understood(parse_budget, text)
 
 
 def host_budget(text: str) -> int | str:
@@ -140,9 +139,12 @@ def host_budget(text: str) -> int | str:
     Raises:
         argparse.ArgumentTypeError: It is not understood.
     """
-    size = int(text) if text.isdecimal() else text
+    return _understood(parse_host_budget, int(text) if text.isdecimal() else text)
+
+
+def _understood(parse: Callable[[Any], object], size: _Size) -> _Size:
     try:
-        parse_host_budget(size)
+        parse(size)
     except BudgetError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return size
