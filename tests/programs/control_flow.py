@@ -328,3 +328,32 @@ def jit_in_jit(size, remat):
     loss = jax.jit(lambda ws, x: mean_square(unrolled(unit, ws, x)))
     gradient = jax.jit(jax.value_and_grad(loss))
     return lambda ws, x: gradient(ws, x), (weights(size), rows(size))
+
+
+@program(units=True, large=Size(2048, 512))
+def recurrent_over_time(size, remat):
+    """More iterations than a model has layers, with what each of them is told."""
+    cell = remat(lambda w, state, force: jnp.tanh(state @ w) + 0.1 * force)
+
+    def loss(w, state, forces):
+        body = lambda state, force: (cell(w, state, force), jnp.mean(state))  # noqa: E731
+        state, means = lax.scan(body, state, forces)
+        return mean_square(state) + jnp.sum(means**2)
+
+    forces = array(80, size.width, seed=3)
+    return trained(loss), (array(size.width, size.width, scale=0.1), rows(size), forces)
+
+
+@program(units=True, large=Size(2048, 512))
+def wave_over_time(size, remat):
+    """A wave equation by finite differences: the speed is trained, two states are carried."""
+    bend = remat(lambda speed, x: speed**2 * (jnp.roll(x, 1, 1) + jnp.roll(x, -1, 1) - 2 * x))
+
+    def loss(speed, x):
+        def body(i, states):
+            now, before = states
+            return 2 * now - before + bend(speed, now), now
+
+        return mean_square(lax.fori_loop(0, 80, body, (x, x))[0])
+
+    return trained(loss), (0.3 + 0.1 * array(size.width), rows(size))

@@ -13,7 +13,15 @@ from jax.extend.core import primitives
 from jdelta._src._jax.checkpoint import is_shielded, plain, remat3_body
 from jdelta._src._jax.effects import effects_of, effects_on, happens_once
 from jdelta._src._jax.equation import DEBUG, REGION, within
-from jdelta._src._jax.jaxprs import Eqn, Jaxpr, consts_of, open_jaxpr, rebuild, with_equations
+from jdelta._src._jax.jaxprs import (
+    Eqn,
+    Jaxpr,
+    closed_jaxpr,
+    consts_of,
+    open_jaxpr,
+    rebuild,
+    with_equations,
+)
 from jdelta._src._jax.places import at_call
 from jdelta._src._jax.values import Atom, Var, is_var, new_var
 
@@ -134,7 +142,16 @@ def inline(closed: Jaxpr, left: Callable[[Eqn], bool] = nothing) -> Jaxpr:
     Args:
         closed: The program.
         left: Which calls are left as they are too.
+
+    Returns:
+        A closed program: the one that is given where there is nothing to replace.
     """
+
+    def is_replaced(eqn: Eqn) -> bool:
+        return may_inline(eqn) and not is_shielded(eqn) and not left(eqn)
+
+    if not any(is_replaced(e) or plain(e) is not e for e in open_jaxpr(closed).eqns):
+        return closed_jaxpr(closed)
     eqns: list[Eqn] = []
     became: dict[Var, Atom] = {}
     new_consts: dict[Var, Any] = {}
@@ -144,7 +161,7 @@ def inline(closed: Jaxpr, left: Callable[[Eqn], bool] = nothing) -> Jaxpr:
 
     def visit(inner: Sequence[Eqn]) -> None:
         for eqn in inner:
-            if may_inline(eqn) and not is_shielded(eqn) and not left(eqn):
+            if is_replaced(eqn):
                 call(eqn)
                 continue
             outvars = [new_var(v.aval) if is_var(v) else v for v in eqn.outvars]

@@ -152,6 +152,11 @@ def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def closed_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr as a closed one; an open one has no constants."""
+    return jaxpr if hasattr(jaxpr, "jaxpr") else _closed(jaxpr, [])
+
+
 def function_name(jaxpr: Jaxpr) -> str:
     """The function that a program was traced from; empty where it is not known."""
     info = getattr(open_jaxpr(jaxpr), "debug_info", None)

@@ -24,7 +24,6 @@ from jdelta._src.api.progress import showing
 from jdelta._src.backends.target import Target, is_on_host, resolve
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, BudgetError
-from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.passes.emit import Step
 from jdelta._src.passes.spill_record import check_handlers
 from jdelta._src.plan.call import Call, call_of, described
@@ -446,8 +445,8 @@ def _plan_for(
             spill_written=best.emission.spilled.written,
             spill_rates=rates,
             overlap=measurement.overlap,
-            overhead=max(0.0, best.overhead - own) if best.decisions else 0.0,
-            step_seconds=program_seconds(chosen_trace.graph, where.rates, where.backend) + own,
+            overhead=max(0.0, best.overhead - own) if best.decisions is not None else 0.0,
+            step_seconds=search.step_seconds + own,
             undone=measurement.undone,
         ),
         search=SearchRecord(

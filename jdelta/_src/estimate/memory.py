@@ -11,7 +11,7 @@ behind it, 5 % of the peak).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jdelta._src import _jax
@@ -98,6 +98,9 @@ def timeline(
             dying = Counter(sizes[v] for v in ends[index] if v not in results and v not in tied)
             over = dying & Counter(sizes[v] for v in results)  # buffers of one size
             shared = sum(over.elements())
+        for before, after in carried_in_place(op):
+            if after in results and roots[before].issubset(ends[index]):
+                shared += sizes[after]
         body = op.body and body_timeline(op, op.body, compiler)
         frees = any(roots[v] and roots[v].issubset(ends[index]) for v in op.inputs)
         workspace.append(0 if body else compiler.workspace(graph, op, frees=frees))
@@ -122,6 +125,32 @@ def iteration(body: Graph, consts: int, carry: int, compiler: Compiler) -> Timel
     """Simulate one iteration of a ``scan``."""
     stacked = [v for v in body.outputs[carry:] if v is not None]
     return timeline(body, compiler, body.inputs[consts + carry :], stacked)
+
+
+def carried_in_place(loop: Operation) -> Iterator[tuple[int, int]]:
+    """What a loop carries in one buffer, since each iteration changes at most some rows of it.
+
+    Yields:
+        The value that it begins with, and the one that it ends with. There are none of what is no
+        loop.
+    """
+    if loop.primitive not in ("scan", "while") or loop.body is None:
+        return
+    body, first = loop.body, loop.body.inputs
+    if loop.primitive == "scan":
+        consts, count = _jax.scan_counts(loop.params)
+        outside = consts
+    else:
+        consts, count = loop.params["body_nconsts"], len(loop.outputs)
+        outside = loop.params["cond_nconsts"] + consts
+    begun = dict(zip(first, first, strict=True))
+    for op in body.operations:
+        if op.primitive == "dynamic_update_slice" and op.inputs[0] in begun:
+            begun[op.outputs[0]] = begun[op.inputs[0]]
+        begun.update({new: begun[old] for old, new in carried_in_place(op) if old in begun})
+    for i, result in enumerate(body.outputs[:count]):
+        if result is not None and begun.get(result) == first[consts + i]:
+            yield loop.inputs[outside + i], loop.outputs[i]
 
 
 def _recomputed_late(graph: Graph) -> Graph:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from jdelta._src.errors import PlanMismatchError, SpillError
 from jdelta._src.versions import __version__
 
-VERSION = 19
+VERSION = 20
 """Of the form of the files; any other is refused."""
 
 P = TypeVar("P")

@@ -69,8 +69,8 @@ class Operation:
 
     Attributes:
         primitive: Name of the JAX primitive; ``TRANSFER`` for copies from and to the host.
-        inputs: Indices into ``Graph.values``; literals are left out, but for those of a ``scan``
-            and of a barrier.
+        inputs: Indices into ``Graph.values``; literals are left out, but for those of a loop and of
+            a barrier.
         outputs: Indices into ``Graph.values``.
         params: Parameters of the equation.
         body: Body of a loop or largest branch of a ``cond``, as a graph of its own; None for
@@ -359,7 +359,7 @@ class _Builder:
 
     def _operation(self, eqn: Eqn, env: dict[Var, Any], place: _Place) -> None:
         inputs = [self.read(env, a) for a in eqn.invars]
-        if eqn.primitive.name in ("scan", BARRIER):  # each stands beside what it becomes
+        if eqn.primitive.name in ("scan", "while", BARRIER):  # each stands beside what it becomes
             inputs = [
                 self.value(a) if v is None else v for v, a in zip(inputs, eqn.invars, strict=True)
             ]

@@ -26,6 +26,7 @@ from jax import lax
 
 from jdelta._src import _jax
 from jdelta._src.program.names import RegionName
+from jdelta._src.regions.long_loops import LONG, LongLoop, from_few_states
 from jdelta._src.regions.region import RegionPolicy, Session, is_inside
 
 
@@ -57,6 +58,11 @@ def grouped(
         return plain()
     regions = len(session.called)
     count = len(jax.tree.leaves(xs)[0]) if length is None else length
+    states = session.grouping.states
+    if states and count >= LONG:
+        loop = LongLoop(count, reverse, min(states, count))
+        if (results := from_few_states(scan, f, init, xs, loop)) is not None:
+            return results
     looped = _looped(count, unroll)
     if looped < count and (carried := _carried_by(plain, session)) is not None:
         inside, outside = _parts(xs, looped, count, reverse)

@@ -58,11 +58,19 @@ class Grouping:
         nested: Whether these are a loop in the loop, under one more ``jax.checkpoint`` that keeps
             what enters the first of them; else each is a region of its own.
         cuts: Where a step in which nothing is marked is cut into regions.
+        states: How many of the states that a long loop carries are kept at a time, the others
+            computed again from those (``long_loops.py``); 0 for what enters each iteration.
     """
 
     layers: int
     nested: bool = False
     cuts: Cuts = Cuts.AT_ONCE
+    states: int = 0
+
+    @property
+    def is_foretold(self) -> bool:
+        """Whether simulated peaks of the loops, run so, are believed."""
+        return not self.nested and not self.states
 
 
 AS_WRITTEN = Grouping(1)

@@ -126,6 +126,12 @@ class Trace:
         return {region.name: region.nest.kept for region in self.regions if region.nest.loops}
 
     @property
+    def longest(self) -> int:
+        """Iterations of the longest loop that the step differentiates; 1 without any."""
+        loops = (op for op, _ in walk(self.graph) if op.primitive == "scan" and op.differentiated)
+        return max((op.trips for op in loops), default=1)
+
+    @property
     def together(self) -> frozenset[str]:
         """Names in plans of the regions that run several times in an iteration of a loop."""
         return frozenset(region.name for region in self.regions if region.nest.together)

@@ -188,7 +188,8 @@ class Printed:
     def table(self) -> str:
         """The rows as aligned text."""
         if not self.body:
-            return wrapped(self.rest or NO_ROWS, self.width)
+            nothing = "" if "loops" in self.figures else NO_ROWS
+            return wrapped(self.rest or nothing, self.width)
         lines = aligned(HEAD, self.body, self.width)
         return "\n".join([*lines, wrapped(self.rest, self.width)] if self.rest else lines)
 
@@ -498,6 +499,11 @@ def _in_files(spill: Spill | None, figures: Figures) -> str:
 
 
 def _loops(grouping: Grouping) -> str:
+    if grouping.states:
+        return (
+            f"of those with many iterations {grouping.states} states are kept at a time, and the "
+            "iterations between them are run again"
+        )
     if grouping.layers == 1:
         return ""
     how = "under one more checkpoint" if grouping.nested else "each decided for by itself"

@@ -15,6 +15,7 @@ import jax
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError, JdeltaError, TraceError
 from jdelta._src.passes.emit import Step
+from jdelta._src.regions.long_loops import LONG
 from jdelta._src.regions.region import AS_WRITTEN, Grouping
 from jdelta._src.regions.trace import Trace
 from jdelta._src.residuals.hand_policy import decisions_of
@@ -26,7 +27,12 @@ from jdelta._src.residuals.residual import Residual
 from jdelta._src.residuals.unpinnable import why_unpinnable
 from jdelta._src.search.candidate import CompiledCandidate, Found
 from jdelta._src.search.history import History
-from jdelta._src.search.rules import OTHER_CUTS, nested_grouping
+from jdelta._src.search.rules import (
+    OTHER_CUTS,
+    fewest_states,
+    nested_grouping,
+    with_lower_floor,
+)
 from jdelta._src.search.search import EARLY, MOST_COMPILES, Search
 from jdelta._src.sizes import Budget
 from jdelta._src.solver import Solver
@@ -35,6 +41,15 @@ _LOG = logging.getLogger(__name__)
 
 OTHERWISE = 3
 """Compiles for a step that is cut otherwise."""
+
+MOST_STATES = 3
+"""Numbers of states of long loops that are compiled for a budget, beside the fewest."""
+
+FAR_ABOVE = 1.5
+"""Times the budget from which on what enters each iteration of a long loop is far too much."""
+
+AIM = 0.97
+"""Part of the budget that is aimed at with them: what a loop carries is most of what they need."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,7 @@ class Planning:
     per_layer: bool
     history: History
     _cut: dict[str, list[Search]] = field(default_factory=dict[str, list[Search]])
+    _few: dict[str, tuple[Search, Search]] = field(default_factory=dict[str, tuple[Search, Search]])
 
     def result(self, budget: Budget) -> tuple[Search, Found]:
         """Search until the budget is used, or no way of running the loops promises more.
@@ -75,13 +91,22 @@ class Planning:
         """
         first = self._search(AS_WRITTEN)
         search, outcome = self._searched(first, first.bound(budget))
-        return search, (first if search.step.grouping.layers > 1 else search).settled(outcome)
+        grouping = search.step.grouping
+        if not grouping.states:
+            outcome = (first if grouping.layers > 1 else search).settled(outcome)
+        if outcome.best.decisions is not None and self._has_long_loops(first):
+            with contextlib.suppress(TraceError):
+                fewest, _ = self._fewest_states(first)
+                outcome = with_lower_floor(outcome, fewest.expected_floor)
+        return search, outcome
 
     def _searched(self, search: Search, bound: int) -> tuple[Search, Found]:
         if self.pin:
             return search, self._pinned(search, bound)
         if search.is_floor_above(bound) and not search.trace.trips:
             return self._of_all_cuts([search, *self._others(search)], bound)
+        if self._has_long_loops(search) and search.expected_floor > FAR_ABOVE * bound:
+            return _first_that_fits(self._long_loops_first(search, bound), bound)
         has_layers = bool(search.trace.trips) and self.per_layer
         may_be_apart = has_layers and bool(search.step.target.backend.loops.layers)
         try:
@@ -92,6 +117,10 @@ class Planning:
             return self._otherwise(search, bound, error)
         if search.may_other_cuts_be_quicker(outcome):
             return self._cut_otherwise(search, outcome, self._others(search))
+        if self._has_long_loops(search) and search.is_dear(outcome):
+            few = self._with_few_states(search, bound)
+            quicker = (s for s in few if s.least_overhead < outcome.best.overhead)
+            return self._cut_otherwise(search, outcome, quicker)
         is_done = outcome.is_good or not may_be_apart
         return (search, outcome) if is_done else self._apart(search, outcome)
 
@@ -153,18 +182,71 @@ class Planning:
 
     def _otherwise(self, first: Search, bound: int, error: BudgetError) -> tuple[Search, Found]:
         """Other regions, or nested checkpoints, as everything else needs more than the budget."""
-        return _first_that_fits(self._elsewhere(first), bound, error)
+        return _first_that_fits(self._elsewhere(first, bound), bound, error)
 
-    def _elsewhere(self, first: Search) -> Iterator[Search]:
-        """The searches with other regions, then that with nested checkpoints of loops."""
+    def _elsewhere(self, first: Search, bound: int) -> Iterator[Search]:
+        """The searches with other regions, then with loops under further checkpoints."""
         yield from self._others(first)
-        grouping = nested_grouping(first.trace.trips) if self.per_layer else None
-        if grouping is not None:
+        if self._has_long_loops(first):
+            yield from self._with_few_states(first, bound)
+        elif self.per_layer and (grouping := nested_grouping(first.trace.trips)) is not None:
             with contextlib.suppress(TraceError):
                 yield self._search(grouping, first)
 
+    def _has_long_loops(self, search: Search) -> bool:
+        """Whether some loops may be run from few states, unless the user decided something."""
+        return self.per_layer and not self.pin and search.trace.longest >= LONG
+
+    def _long_loops_first(self, first: Search, bound: int) -> Iterator[Search]:
+        """The searches where what enters iterations takes far more than the budget.
+
+        What leaves the device comes first where that is quicker than to run iterations again.
+        """
+        moves_first = False
+        with contextlib.suppress(TraceError):
+            fewest, _ = self._fewest_states(first)
+            moves_first = first.moving_seconds(bound) < fewest.least_overhead
+        if moves_first:
+            yield first
+        yield from self._with_few_states(first, bound)
+        if not moves_first:
+            yield first
+
+    def _with_few_states(self, first: Search, bound: int) -> Iterator[Search]:
+        """The searches with fewer and fewer states of long loops, until one has a plan.
+
+        What each state takes is read off two simulated floors; what the compiler takes more for the
+        first program, it is taken to take for those after it.
+        """
+        longest = first.trace.longest
+        with contextlib.suppress(TraceError):
+            least, more = self._fewest_states(first)
+            if least.trace.fingerprint == first.trace.fingerprint:  # no loop can be run so
+                return
+            fewest, excess = least.step.grouping.states, 0
+            each = (more.expected_floor - least.expected_floor) / fewest
+            for _ in range(MOST_STATES):
+                room = (AIM * bound - excess - least.expected_floor) / each if each > 0 else longest
+                states = fewest + math.floor(min(room, longest - fewest))
+                if states <= fewest:
+                    break
+                search = self._search(Grouping(1, states=states), first)
+                yield search
+                excess += max(1, search.excess)
+            yield least
+
+    def _fewest_states(self, first: Search) -> tuple[Search, Search]:
+        """The searches with the fewest states of long loops, and with twice as many."""
+        key = first.trace.fingerprint
+        if key not in self._few:
+            fewest = fewest_states(first.trace.longest)
+            groupings = (Grouping(1, states=states) for states in (fewest, 2 * fewest))
+            least, more = (self._search(grouping, first) for grouping in groupings)
+            self._few[key] = least, more
+        return self._few[key]
+
     def _cut_otherwise(
-        self, first: Search, alike: Found, others: Sequence[Search]
+        self, first: Search, alike: Found, others: Iterable[Search]
     ) -> tuple[Search, Found]:
         """The first quicker plan with other cuts, else the one that there is."""
         most = alike.compiles + OTHERWISE
@@ -209,8 +291,8 @@ def _first_that_fits(
         BudgetError: There is none; the error with the lowest floor.
     """
     for search in searches:
-        is_nested = search.step.grouping.nested
-        if error is not None and not is_nested and not search.promises(error.floor or 0):
+        is_foretold = search.step.grouping.is_foretold
+        if error is not None and is_foretold and not search.promises(error.floor or 0):
             continue
         try:
             return search, search.run(bound)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from jdelta._src.decision import Decision
 from jdelta._src.errors import OffloadError, PlanMismatchError, SpillError
-from jdelta._src.estimate.seconds import program_seconds
+from jdelta._src.estimate.seconds import program_seconds, rerun_seconds
 from jdelta._src.passes.emit import Emission, Step, emit
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import Trace
@@ -88,6 +88,9 @@ class Proposals:
         self.extra_seconds = self.splitting_seconds if step.grouping.layers > 1 else 0.0
         if step.grouping.nested:
             self.extra_seconds += items.recompute_seconds(_nothing_kept(items))
+        if states := step.grouping.states:
+            target = step.target
+            self.extra_seconds += rerun_seconds(trace.graph, states, target.rates, target.backend)
         self._emitted: dict[Policy | None, Emission] = {}
         self._seconds: dict[Policy | None, float] = {}
         self._dropped: dict[tuple[tuple[str, int], ...], float] = {}

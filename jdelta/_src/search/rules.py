@@ -5,6 +5,7 @@ Each is a function of records. None traces or compiles anything: `propose.py` an
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from jdelta._src.search.candidate import (
     Refused,
 )
 from jdelta._src.solver.base import Solver
+from jdelta._src.solver.binomial import repeats
 
 MAY_FIT = 1.15
 """Times the budget that the plain step may take by the simulation and still be compiled. That was
@@ -29,6 +31,9 @@ at most 6.5 % too high for plain steps (BERT-base on a v5e), on CUDA 1.2 % (jax 
 
 MAY_BE_BELOW = 1.05
 """Times a peak that the floor of other regions may be predicted to take and still be compiled."""
+
+CLEARLY_BELOW = 0.97
+"""Part of the floor that another is to be predicted to take to be told in its place."""
 
 FAR_BELOW = 0.7
 """Part of what is simulated below which a compiled peak says that the simulation is of no use."""
@@ -45,6 +50,9 @@ OTHER_CUTS = tuple(Grouping(1, cuts=cuts) for cuts in (Cuts.IN_TURN, Cuts.FEW, C
 WORTH_COMPILING = 0.02
 """Part of the plain step's seconds that another plan must promise to save to be compiled, once one
 is there that uses the budget fairly."""
+
+MOST_REPEATS = 5
+"""How often an iteration of a long loop may be run for a plan, beside in its own derivative."""
 
 UNDONE = 0.2
 """Part of what a plan promises to spare of the peak below which its recompute is taken as undone.
@@ -256,6 +264,15 @@ def nested_grouping(trips: Mapping[str, int]) -> Grouping | None:
     return Grouping(layers, nested=True) if layers > 1 else None
 
 
+def fewest_states(length: int) -> int:
+    """States of a loop to keep at least, so that no iteration is run too often.
+
+    Args:
+        length: Iterations of the loop.
+    """
+    return next(kept for kept in itertools.count(1) if repeats(length, kept) <= MOST_REPEATS)
+
+
 def may_other_cuts_be_quicker(best: Candidate, floor: Candidate, seconds: float) -> bool:
     """Whether the step is to be cut otherwise, too, although there is a plan.
 
@@ -331,6 +348,14 @@ def settled(
         ceiling=max(least, outcome.ceiling if plain_bytes is None else plain_bytes),
         estimates=tuple(name for name in outcome.estimates if name in estimated),
     )
+
+
+def with_lower_floor(outcome: Found, predicted: int) -> Found:
+    """What was found, with a floor that is predicted, if that is clearly lower."""
+    if predicted >= CLEARLY_BELOW * outcome.floor:
+        return outcome
+    estimated = tuple(dict.fromkeys(("floor", *outcome.estimates)))
+    return replace(outcome, floor=predicted, estimates=estimated)
 
 
 def estimates(floor: Candidate, plain: Candidate) -> tuple[str, ...]:

@@ -80,6 +80,7 @@ class Search:
         self.attempts = Attempts(self.proposals, compiles, self._compiled_plain, alike)
         self._plain: Candidate = before._plain if before else self.proposals.plain()
         self._may_fail = alike is not None
+        self._as_written = before.trace if before and step.grouping.states else trace
 
     @property
     def items(self) -> Items:
@@ -126,9 +127,32 @@ class Search:
         """Whether the step is to be cut otherwise, too, although there is a plan."""
         if not self.trace.automatic or self.trace.trips:  # the bodies of loops are cut in one way
             return False
+        return self.is_dear(outcome)
+
+    def is_dear(self, outcome: Found) -> bool:
+        """Whether next to everything has to go for a plan, which adds much."""
         proposals = self.proposals
         seconds = proposals.seconds(self._plain)
         return rules.may_other_cuts_be_quicker(outcome.best, proposals.floor(), seconds)
+
+    def moving_seconds(self, bound: int) -> float:
+        """About what a plan with region inputs off the device adds; infinity if there is none."""
+        return self.proposals.moving_seconds(bound)
+
+    @property
+    def least_overhead(self) -> float:
+        """Seconds that the way in which loops are run adds to each plan."""
+        return self.proposals.extra_seconds
+
+    @property
+    def expected_floor(self) -> int:
+        """The peak with everything recomputed, compiled or predicted with all that is known."""
+        return self.proposals.expected(self.proposals.floor())
+
+    @property
+    def excess(self) -> int:
+        """Bytes by which the last program took more than was predicted; 0 if it took less."""
+        return max((c.peak - c.predicted for c in self.attempts.plans[-1:]), default=0)
 
     def promises(self, peak: int) -> bool:
         """Whether the floor may be below a peak, by its prediction."""
@@ -159,7 +183,7 @@ class Search:
         """
         if plain := self._fitting_plain(bound):
             return self._as_it_is(plain, bound)
-        if not self.items.residuals:
+        if not self.items.residuals and not self.step.grouping.states:
             raise nothing_kept(bound, self._compiled_plain(), self.proposals)
         try:
             best, floor = self._improve(bound, most)
@@ -181,8 +205,10 @@ class Search:
         that each took what was predicted: simulated floors were up to 28 % too low, and on TPUs,
         where a small step stays in on-chip memory, below zero once corrected by larger plans.
         """
-        if outcome.best.decisions is None or outcome.best.levels:  # below what would be the floor
+        if outcome.best.decisions is None:
             return outcome
+        if outcome.best.levels:  # below everything recomputed
+            return rules.with_lower_floor(outcome, self.proposals.least_predicted())
         compiles, proposals = self.attempts.compiles, self.proposals
         enough = self.step.target.backend.tolerances.programs_before_floor
         self._say_best(outcome.best, " for the floor")
@@ -191,7 +217,8 @@ class Search:
         settled = rules.settled(
             outcome, floor, proposals.expected(floor), self._plain, compiles.least
         )
-        return replace(settled, compiles=compiles.count)
+        settled = replace(settled, compiles=compiles.count)
+        return rules.with_lower_floor(settled, proposals.least_predicted())
 
     def ready(self, outcome: Found) -> CompiledCandidate:
         """The plan that was found, with its executable where it is to run on attached devices.
@@ -208,11 +235,15 @@ class Search:
 
     def own_recompute(self) -> float:
         """Seconds that the user's own ``jax.checkpoint`` adds to the plain step."""
-        target = self.step.target
         if not self._has_own_recompute:
             return 0.0
-        without = program_seconds(self.trace.graph, target.rates, target.backend)
-        return max(0.0, self.proposals.seconds(self._plain) - without)
+        return max(0.0, self.proposals.seconds(self._plain) - self.step_seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of the step without any recompute."""
+        target = self.step.target
+        return program_seconds(self._as_written.graph, target.rates, target.backend)
 
     def _improve(self, bound: int, most: int) -> tuple[CompiledCandidate, Candidate]:
         """The best plan found for the budget, and the floor.
