@@ -48,6 +48,11 @@ STEPS: dict[str, dict[str, Any]] = {
     "vit-b": {"name": "vit-b"},
     "mixtral batch 4 scanned": {"name": "mixtral", "scan": True, "batch": 4},
     "unet": {"name": "unet"},
+    "gpt2 batch 32 scanned": {"name": "gpt2", "scan": True, "batch": 32, **HALF},
+    "llama with 256,000 words scanned": {
+        **{"name": "llama-160m", "scan": True, "layers": 4, "width": 2048, "hidden": 8192},
+        **{"heads": 16, "groups": 4, "vocab": 256_000, "length": 2048, "batch": 4, **HALF},
+    },
 }
 """From the label of a step to the arguments of `models.build`."""
 

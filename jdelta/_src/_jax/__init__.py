@@ -32,6 +32,7 @@ from jdelta._src._jax.bodies import is_call as is_call
 from jdelta._src._jax.bodies import is_checkpoint as is_checkpoint
 from jdelta._src._jax.bodies import label as label
 from jdelta._src._jax.bodies import may_inline as may_inline
+from jdelta._src._jax.bodies import nothing as nothing
 from jdelta._src._jax.bodies import programs_in as programs_in
 from jdelta._src._jax.bodies import subjaxpr as subjaxpr
 from jdelta._src._jax.bodies import subjaxprs as subjaxprs
@@ -86,6 +87,7 @@ from jdelta._src._jax.interpreter import write as write
 from jdelta._src._jax.jaxprs import Eqn as Eqn
 from jdelta._src._jax.jaxprs import Jaxpr as Jaxpr
 from jdelta._src._jax.jaxprs import body_of as body_of
+from jdelta._src._jax.jaxprs import closed_jaxpr as closed_jaxpr
 from jdelta._src._jax.jaxprs import consts_of as consts_of
 from jdelta._src._jax.jaxprs import dependents as dependents
 from jdelta._src._jax.jaxprs import function_name as function_name

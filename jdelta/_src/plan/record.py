@@ -107,6 +107,8 @@ class Answer:
         """What the plan does that no policy of single checkpoints can; empty where it can."""
         if self.grouping.nested:
             return f"runs {self.grouping.layers} layers of a loop under one more checkpoint"
+        if self.grouping.pieces:
+            return "computes the head and the loss in pieces of tokens"
         if self.grouping.states:
             return f"keeps {self.grouping.states} states of long loops at a time"
         if self.policy and self.policy.levels:

@@ -30,6 +30,7 @@ from jdelta._src.regions.cut import (
     has_products,
     loss_begins,
 )
+from jdelta._src.regions.head_pieces import in_pieces, is_in_pieces
 from jdelta._src.regions.layer_groups import grouped
 from jdelta._src.regions.modules import ClosedOver, Weight, module_paths, with_modules
 from jdelta._src.regions.region import Session, inside_region, is_inside, region
@@ -71,9 +72,12 @@ def _differentiated(
 
 
 def with_regions(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its parts as regions; the outermost differentiated one only."""
+    """The function with its parts as regions; the outermost differentiated one only.
+
+    Where regions are marked, it is as it is, but for a head in pieces.
+    """
     session: Session | None = _jax.current_session()
-    if session is None or not session.automatic or is_inside():
+    if session is None or is_inside() or not (session.automatic or session.grouping.pieces):
         return fun
 
     @functools.wraps(fun)
@@ -85,12 +89,18 @@ def with_regions(fun: Callable[..., Any]) -> Callable[..., Any]:
             static[:] = [tree, [None if _jax.is_array(x) else (x,) for x in leaves]]
             return [x for x in leaves if _jax.is_array(x)]
 
-        with inside_region():
+        with inside_region() if session.automatic else contextlib.nullcontext():
             run = _jax.outside_of(arrays_only) if session.outside else arrays_only
             closed, _ = _jax.stage(run, *args)
         program = _jax.inline(closed, _is_marked)
-        weights = [*session.weights(_jax.consts_of(program)), *_trained(args)]
-        arrays = iter(_evaluate(with_modules(program, weights), jax.tree.leaves(args)))
+        if session.grouping.pieces:
+            program = in_pieces(program, session.grouping.pieces, _is_marked)
+        leaves = jax.tree.leaves(args)
+        if session.automatic:
+            weights = [*session.weights(_jax.consts_of(program)), *_trained(args)]
+            arrays = iter(_evaluate(with_modules(program, weights), leaves))
+        else:
+            arrays = iter(_jax.evaluate(program, *leaves))
         tree, others = static
         return jax.tree.unflatten(tree, [x[0] if x else next(arrays) for x in others])
 
@@ -166,7 +176,7 @@ def _parts(eqns: Sequence[Eqn], trips: int, *, is_model: bool) -> Iterator[_Part
     begin = 0
     for end, eqn in enumerate([*eqns, None]):
         is_cut = eqn is not None and _is_cut(eqn, is_large=sizes[end] > large)
-        is_apart = eqn is None or is_cut or _jax.happens_once(eqn)
+        is_apart = eqn is None or is_cut or _jax.happens_once(eqn) or is_in_pieces(eqn)
         is_alone = eqn is None or is_apart or _is_marked(eqn)
         if is_alone and begin < end:
             is_whole = is_model and end - begin == len(eqns)
@@ -192,7 +202,12 @@ def _is_cut(eqn: Eqn, *, is_large: bool) -> bool:
 
 
 def _is_marked(eqn: Eqn) -> bool:
-    """Whether the user marked a region: a ``jax.checkpoint``, not one around a loop of others."""
+    """Whether the user marked a region: one of jdelta's, or a ``jax.checkpoint``.
+
+    Not a ``jax.checkpoint`` around a loop of others.
+    """
+    if eqn.primitive.name == _jax.REGION:
+        return True
     if not _jax.is_checkpoint(eqn) or _jax.happens_once(eqn):
         return False
     inside = _jax.equations(_jax.subjaxpr(eqn))

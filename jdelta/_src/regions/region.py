@@ -60,12 +60,15 @@ class Grouping:
         cuts: Where a step in which nothing is marked is cut into regions.
         states: How many of the states that a long loop carries are kept at a time, the others
             computed again from those (``long_loops.py``); 0 for what enters each iteration.
+        pieces: In how many pieces of tokens, at most, the head of the model and its loss are
+            computed (``head_pieces.py``); 0 for all tokens at once.
     """
 
     layers: int
     nested: bool = False
     cuts: Cuts = Cuts.AT_ONCE
     states: int = 0
+    pieces: int = 0
 
     @property
     def is_foretold(self) -> bool:

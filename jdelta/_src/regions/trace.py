@@ -21,6 +21,7 @@ from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.loop_nest import Nest, walk
 from jdelta._src.program.names import RegionName, names_in, with_regions_renamed
 from jdelta._src.regions.find import tracing
+from jdelta._src.regions.head_axes import LargeHead, large_head
 from jdelta._src.regions.region import AS_WRITTEN, Grouping, MarkedError, Session
 
 
@@ -130,6 +131,11 @@ class Trace:
         """Iterations of the longest loop that the step differentiates; 1 without any."""
         loops = (op for op, _ in walk(self.graph) if op.primitive == "scan" and op.differentiated)
         return max((op.trips for op in loops), default=1)
+
+    @property
+    def head(self) -> LargeHead | None:
+        """The product that makes the logits; None if none makes much more than it reads."""
+        return large_head(self.graph)
 
     @property
     def together(self) -> frozenset[str]:

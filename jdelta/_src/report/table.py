@@ -188,7 +188,7 @@ class Printed:
     def table(self) -> str:
         """The rows as aligned text."""
         if not self.body:
-            nothing = "" if "loops" in self.figures else NO_ROWS
+            nothing = NO_ROWS if {"loops", "head"}.isdisjoint(self.figures) else ""
             return wrapped(self.rest or nothing, self.width)
         lines = aligned(HEAD, self.body, self.width)
         return "\n".join([*lines, wrapped(self.rest, self.width)] if self.rest else lines)
@@ -440,6 +440,7 @@ def summary_lines(plan: PlanRecord) -> dict[str, str]:
         "on the host": _on_the_host(figures),
         "in files": _in_files(question.spill, figures),
         "loops": _loops(answer.grouping),
+        "head": _head(answer.grouping),
         "updates": _updates(answer.updates_moved),
         "undone": _undone(figures.undone),
         "overhead": f"{format_seconds(figures.overhead)} on a step of "
@@ -508,6 +509,12 @@ def _loops(grouping: Grouping) -> str:
         return ""
     how = "under one more checkpoint" if grouping.nested else "each decided for by itself"
     return f"{grouping.layers} layers in an iteration, {how}"
+
+
+def _head(grouping: Grouping) -> str:
+    if not grouping.pieces:
+        return ""
+    return f"and loss in up to {grouping.pieces} pieces of tokens: no array of all logits is made"
 
 
 def _updates(saved: int) -> str:

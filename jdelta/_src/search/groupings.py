@@ -30,6 +30,7 @@ from jdelta._src.search.history import History
 from jdelta._src.search.rules import (
     OTHER_CUTS,
     fewest_states,
+    head_pieces,
     nested_grouping,
     with_lower_floor,
 )
@@ -101,8 +102,26 @@ class Planning:
         return search, outcome
 
     def _searched(self, search: Search, bound: int) -> tuple[Search, Found]:
+        """The plan with the head in pieces where that promises to be quicker, else as it is."""
         if self.pin:
             return search, self._pinned(search, bound)
+        refused: BudgetError | None = None
+        for pieces in self._with_pieces(search, bound):
+            try:
+                return pieces, pieces.run(bound)
+            except BudgetError as error:
+                refused = error
+            except (JdeltaError, jax.errors.JaxRuntimeError):
+                break
+        if refused is not None and not search.promises(refused.floor or 0):
+            raise refused
+        try:
+            return self._searched_whole(search, bound)
+        except BudgetError as error:
+            raise min(filter(None, (refused, error)), key=lambda e: e.floor or math.inf) from None
+
+    def _searched_whole(self, search: Search, bound: int) -> tuple[Search, Found]:
+        """The plan with the head as it is."""
         if search.is_floor_above(bound) and not search.trace.trips:
             return self._of_all_cuts([search, *self._others(search)], bound)
         if self._has_long_loops(search) and search.expected_floor > FAR_ABOVE * bound:
@@ -123,6 +142,21 @@ class Planning:
             return self._cut_otherwise(search, outcome, quicker)
         is_done = outcome.is_good or not may_be_apart
         return (search, outcome) if is_done else self._apart(search, outcome)
+
+    def _with_pieces(self, first: Search, bound: int) -> Iterator[Search]:
+        """The searches with the head in pieces, if those promise quicker plans: few pieces first.
+
+        Where no plan is promised at all, lower floors do.
+        """
+        if not self.per_layer or first.is_plain_within(bound):
+            return
+        for pieces in head_pieces(first.trace.head, bound):
+            with contextlib.suppress(TraceError):
+                search = self._search(Grouping(1, pieces=pieces), first)
+                if search.trace.fingerprint == first.trace.fingerprint:
+                    return
+                if search.promise(bound) < first.promise(bound):
+                    yield search
 
     def _pinned(self, search: Search, bound: int) -> Found:
         """A plan that does what the user decided."""

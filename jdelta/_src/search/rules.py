@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from jdelta._src.decision import Decision
 from jdelta._src.regions.cut import Cuts
+from jdelta._src.regions.head_axes import LargeHead
 from jdelta._src.regions.region import Grouping
 from jdelta._src.residuals.items import Items
 from jdelta._src.residuals.residual import Residual
@@ -53,6 +54,18 @@ is there that uses the budget fairly."""
 
 MOST_REPEATS = 5
 """How often an iteration of a long loop may be run for a plan, beside in its own derivative."""
+
+LARGE_HEAD = 0.1
+"""Part of the budget that the logits must take for the head to be computed in pieces."""
+
+LOGITS = 1 / 24
+"""Part of the budget that the logits of a piece may take. Two or three such arrays are alive."""
+
+PIECE = 512
+"""Tokens of a piece at least: a product of fewer is slow."""
+
+MOST_PIECES = 64
+"""Pieces at most: each reads the head's weights, and adds to their gradient."""
 
 UNDONE = 0.2
 """Part of what a plan promises to spare of the peak below which its recompute is taken as undone.
@@ -262,6 +275,26 @@ def nested_grouping(trips: Mapping[str, int]) -> Grouping | None:
     """
     layers = _near_root(max(trips.values(), default=1))
     return Grouping(layers, nested=True) if layers > 1 else None
+
+
+def head_pieces(head: LargeHead | None, bound: int) -> list[int]:
+    """In how many pieces, at most, the head is to be computed: numbers to try, fewer ones first.
+
+    Each piece reads the head's weights, and adds to their gradient: so there are as few as bring
+    the logits down to a small part of the budget, or else as many as are of use.
+
+    Args:
+        head: The product that makes the logits; None without one.
+        bound: The budget, bytes.
+
+    Returns:
+        Nothing where the head is too small for that.
+    """
+    if head is None or head.bytes < LARGE_HEAD * bound:
+        return []
+    most = min(MOST_PIECES, head.tokens // PIECE)
+    enough = min(most, math.ceil(head.bytes / (LOGITS * bound)))
+    return sorted({pieces for pieces in (enough, most) if pieces > 1})
 
 
 def fewest_states(length: int) -> int:

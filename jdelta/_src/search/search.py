@@ -80,7 +80,12 @@ class Search:
         self.attempts = Attempts(self.proposals, compiles, self._compiled_plain, alike)
         self._plain: Candidate = before._plain if before else self.proposals.plain()
         self._may_fail = alike is not None
-        self._as_written = before.trace if before and step.grouping.states else trace
+        grouping = step.grouping
+        is_rewritten = bool(grouping.states or grouping.pieces)
+        self._as_written = before.trace if before and is_rewritten else trace
+        if grouping.pieces:
+            seconds = self._seconds_of(trace) - self._seconds_of(self._as_written)
+            self.proposals.extra_seconds += max(0.0, seconds)
 
     @property
     def items(self) -> Items:
@@ -135,6 +140,14 @@ class Search:
         seconds = proposals.seconds(self._plain)
         return rules.may_other_cuts_be_quicker(outcome.best, proposals.floor(), seconds)
 
+    def promise(self, bound: int) -> tuple[float, int]:
+        """What a plan within a budget adds, seconds, and the floor, bytes: both predicted."""
+        return self.promised_seconds(bound), self.expected_floor
+
+    def is_plain_within(self, bound: int) -> bool:
+        """Whether the plain step is compiled, or predicted, to fit."""
+        return self.proposals.expected(self._plain) <= bound
+
     def moving_seconds(self, bound: int) -> float:
         """About what a plan with region inputs off the device adds; infinity if there is none."""
         return self.proposals.moving_seconds(bound)
@@ -183,7 +196,7 @@ class Search:
         """
         if plain := self._fitting_plain(bound):
             return self._as_it_is(plain, bound)
-        if not self.items.residuals and not self.step.grouping.states:
+        if not self.items.residuals and self._as_written is self.trace:
             raise nothing_kept(bound, self._compiled_plain(), self.proposals)
         try:
             best, floor = self._improve(bound, most)
@@ -242,8 +255,11 @@ class Search:
     @property
     def step_seconds(self) -> float:
         """Seconds of the step without any recompute."""
+        return self._seconds_of(self._as_written)
+
+    def _seconds_of(self, step_trace: Trace) -> float:
         target = self.step.target
-        return program_seconds(self._as_written.graph, target.rates, target.backend)
+        return program_seconds(step_trace.graph, target.rates, target.backend)
 
     def _improve(self, bound: int, most: int) -> tuple[CompiledCandidate, Candidate]:
         """The best plan found for the budget, and the floor.

@@ -31,7 +31,7 @@ def _ending(outcome: Found, items: Items) -> str:
     if outcome.best.decisions is None:
         return "The plain step fits: nothing is changed."
     if not items.residuals:
-        return "The plan fits: long loops keep as many of their states as the budget allows."
+        return "The plan fits by the way in which loops, or the head, are run: see above."
     if all(r.name in items.pinned or r.region_input for r in items.residuals if r.needed):
         return "The decisions fit; all of them were taken by hand (pin=)."
     ending = (outcome.best.outcome or Outcome.HEURISTIC).value
