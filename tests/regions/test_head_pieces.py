@@ -305,3 +305,20 @@ def test_four_fifths_of_the_logits_go(target):
     tight = jdelta.plan(step, budget, *shapes, **options)
     assert tight.grouping.pieces
     assert tight.compiled_peak <= budget
+
+
+def test_tokens_that_are_cut_over_devices():
+    """A piece of them would have to be gathered; a vocabulary may be cut."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    step, (params, y) = language_model(16, 16, 2048)
+    cut = jax.device_put(y, jax.NamedSharding(mesh, jax.P("x")))
+    assert trace(step, params, cut).head is None
+    places = {"table": jax.P(), "layers": [jax.P()] * 2, "head": jax.P(None, "x")}
+    placed = jax.tree.map(
+        lambda p, place: jax.device_put(p, jax.NamedSharding(mesh, place)), params, places
+    )
+    whole = jax.device_put(y, jax.NamedSharding(mesh, jax.P()))
+    plan = jdelta.plan(step, 0.5, placed, whole)
+    assert plan.grouping.pieces
+    assert plan.compiled_peak <= plan.budget
+    assert_equal(plan.jit()(placed, whole), jax.jit(step)(placed, whole))

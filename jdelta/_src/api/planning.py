@@ -173,9 +173,10 @@ def plan(
             error. One layer of a scan is then decided like the others. Or a ``jax.checkpoint``
             policy, which then decides everything: so a policy written by hand is compiled, checked
             and shown like a plan.
-        per_layer: Whether layers of a scan may be decided differently where that pays. The planned
-            loop then runs several layers in an iteration, which ``plan.jit`` can do, but no plan
-            used as a mere policy: False where the plan is to be one.
+        per_layer: Whether loops, and the head of the model, may be run otherwise than they are
+            written where that pays: layers of a scan decided differently, several in an iteration;
+            few states of a long loop kept; the logits made in pieces of tokens. ``plan.jit`` can do
+            that, but no plan used as a mere policy: False where the plan is to be one.
         spill: A directory for values that neither device nor host have room for, or a
             ``jdelta.Spill``: they are written to files there in the forward pass, and read back
             ahead of their use. Only ``plan.jit`` and ``jdelta.jit`` can do that.

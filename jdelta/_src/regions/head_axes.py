@@ -84,7 +84,11 @@ class LargeHead:
 
 
 def large_head(graph: Graph) -> LargeHead | None:
-    """The head of a step, as far as the size of its product tells; None without one."""
+    """The head of a step, as far as the size of its product tells.
+
+    Returns:
+        None without one, and where tokens are cut over devices: a piece would be gathered.
+    """
     products = (op for op in graph.operations if op.primitive == "dot_general" and not op.backward)
     largest = max(products, key=lambda op: graph.values[op.outputs[0]].bytes, default=None)
     if largest is None:
@@ -93,8 +97,10 @@ def large_head(graph: Graph) -> LargeHead | None:
     if made.bytes < MANY * read.bytes:
         return None
     (contracting, _), (batch, _) = largest.params["dimension_numbers"]
-    free = (n for i, n in enumerate(read.local) if i not in contracting and i not in batch)
-    return LargeHead(made.bytes, math.prod(free))
+    free = [i for i in range(len(read.shape)) if i not in contracting and i not in batch]
+    if any(read.local[i] != read.shape[i] for i in free):
+        return None
+    return LargeHead(made.bytes, math.prod(read.shape[i] for i in free))
 
 
 def head_product(program: Jaxpr) -> int | None:
