@@ -84,6 +84,12 @@ def test_a_decorator_with_arguments_keeps_the_name():
         _ = named.lower
 
 
+def test_the_budget_may_come_by_position():
+    run = jdelta.jit(step, "1GiB", donate_argnums=0)
+    same(run(start(), X), step(start(), X))
+    assert run.plans[0].budget == 2**30
+
+
 def test_several_threads_make_one_plan():
     planned = jdelta.jit(step, budget="1GiB")
     with ThreadPoolExecutor(3) as pool:

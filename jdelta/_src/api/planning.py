@@ -255,15 +255,14 @@ def plan(
 
 @overload
 def jit(
-    step_fn: None = None, *, budget: int | float | str | None = None, **options: Any
+    step_fn: None = None, budget: int | float | str | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 @overload
 def jit(
-    step_fn: Callable[..., Any], *, budget: int | float | str | None = None, **options: Any
+    step_fn: Callable[..., Any], budget: int | float | str | None = None, **options: Any
 ) -> Callable[..., Any]: ...
 def jit(
     step_fn: Callable[..., Any] | None = None,
-    *,
     budget: int | float | str | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
