@@ -378,6 +378,18 @@ def test_a_step_without_a_gradient_over_its_budget():
     assert jdelta.schedule(loss, *args).peak
 
 
+def test_a_refusal_asks_for_the_gradient_where_there_is_none():
+    def loss(w, x):
+        return jnp.mean((x + jnp.tanh(x @ w) - x) ** 2)
+
+    args = jnp.ones((64, 64)), jnp.ones((512, 64))
+    with pytest.raises(BudgetError, match=r"is differentiated in it.* jax\.grad") as refused:
+        jdelta.plan(loss, "9KiB", *args)
+    assert "temporaries 0 B." in str(refused.value)  # and no largest ones
+    with pytest.raises(BudgetError, match="keeps nothing for a backward pass"):
+        jdelta.plan(jax.grad(lambda w, x: jnp.sum(x @ w)), "9KiB", *args)
+
+
 def test_a_gradient_beside_marked_units_is_planned():
     """Those are frozen: the units of what is differentiated are found."""
 
