@@ -65,6 +65,35 @@ def test_an_unknown_name_is_refused(plan):
         plan.explain("other")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("region", "'region/*'"),
+        ("sin", "'*/sin'"),
+        ("mlp*", "'*/mlp*'"),
+        ("region/mlpvi", "'region/mlpwi'"),
+    ],
+)
+def test_what_may_be_meant_by_a_name_is_said(plan, name, meant):
+    with pytest.raises(jdelta.PlanMismatchError, match="did you mean") as refused:
+        plan.explain(name)
+    assert f"; did you mean {meant}? plan.decisions has all names" in str(refused.value)
+    assert plan.explain(meant.strip("'"))
+
+
+def test_a_region_of_layers_is_found_without_what_is_around_it():
+    plan = jdelta.plan(small.unrolled_step, "1GiB", *small.make_args())
+    names = tuple(dataclasses.replace(r, region=f"LM/{r.region}") for r in plan.residuals)
+    inner = tuple(dataclasses.replace(r, name=f"LM/{r.name}") for r in names)
+    plan = dataclasses.replace(plan, answer=dataclasses.replace(plan.answer, residuals=inner))
+    with pytest.raises(jdelta.PlanMismatchError, match=r"did you mean '\*/region_1\*'"):
+        plan.explain("region_1*")
+    with pytest.raises(jdelta.PlanMismatchError, match=r"did you mean '\*/region_1/\*'"):
+        plan.explain("region_1")
+    with pytest.raises(jdelta.PlanMismatchError, match=r"; there are LM/.* \(plan.decisions has"):
+        plan.explain("other")
+
+
 def test_no_compiler_is_needed_to_explain(tmp_path, plan, monkeypatch):
     record = tmp_path / "plan.json"
     plan.save(str(record))

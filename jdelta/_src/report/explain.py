@@ -10,11 +10,11 @@ from jdelta._src.backends.target import Target, published
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
 from jdelta._src.plan.record import PlanRecord
-from jdelta._src.report.table import NO_ROWS, Row, rows
+from jdelta._src.report.table import Row, rows
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.items import Items, items_of
 from jdelta._src.residuals.links import offload_refusal
-from jdelta._src.residuals.pins import Pins, fitting
+from jdelta._src.residuals.pins import Pins, fitting, meant
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.sizes import format_array, format_bytes, format_seconds, format_some
 from jdelta._src.solver import DEFAULT_SOLVER, SOLVERS
@@ -138,9 +138,9 @@ def explain(plan: PlanRecord, name: str) -> tuple[Explanation, ...]:
     residuals, pinned = plan.answer.residuals, dict(plan.answer.pinned)
     matches = fitting(residuals, name)
     if not matches:
-        known = ", ".join(r.label for r in residuals[:8])
-        hint = f"It has {known}… (print it to see all)" if known else NO_ROWS
-        raise PlanMismatchError(f"The plan has no residual called {name!r}. {hint}")
+        raise PlanMismatchError(
+            f"The plan has no residual called {name!r}; {meant(residuals, name)}"
+        )
     where = _Explaining(plan, published(plan.question.target))
     by_hand = [r for r in matches if r.name in pinned]
     others = [r for r in matches if r.name not in pinned]
