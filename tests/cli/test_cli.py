@@ -107,14 +107,17 @@ def test_json_has_all_figures(files, capsys):
 @pytest.mark.parametrize(
     ("python", "words"),
     [
-        ("solver='milp' proves", "--solver='milp' proves"),
+        ("solver='milp' proves", "--solver milp proves"),
         ("plan without spill=.", "plan without --spill."),
-        ("(host_budget=0, no spill=)", "(--host-budget=0, no --spill)"),
+        ("(host_budget=0, no spill=)", "(--host-budget 0, no --spill)"),
         ("Raise host_budget.", "Raise --host-budget."),
         ("Take these out of pin=, or", "Take these out of --pin, or"),
         ("w (donate_argnums; less)", "w (--donate; less)"),
-        ("make it static: static_argnames='depth'.", "make it static: --static='depth'."),
-        ("name it (target='tpu:v5e')", "name it (--target='tpu:v5e')"),
+        ("make it static: static_argnames='depth'.", "make it static: --static depth."),
+        ("name it (target='tpu:v5e')", "name it (--target tpu:v5e)"),
+        ("4 more rows; plan.report(path)", "4 more rows; `jdelta plan --report FILE`"),
+        ("(plan.decisions has all)", "(`jdelta explain PLAN '*'` has all)"),
+        ("pin them (pin={'h': ...})", "pin them (--pin {'h': ...})"),
         ("with per_layer=False. Try reorder=True:", "with --no-per-layer. Try --reorder:"),
         (
             "the target, the solver and what is to spill",
@@ -524,7 +527,8 @@ def test_an_interrupted_command_says_so_in_a_line(capsys):
 
 def test_a_beginning_of_names_is_no_name(files, capsys):
     assert main(["explain", files["0.4"], "region"]) == 4
-    assert "no residual called 'region'; did you mean 'region/*'?" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no residual called 'region'; did you mean 'region/*'? `jdelta explain PLAN" in error
 
 
 def test_errors_are_said_in_one_place(files, capsys):
