@@ -129,6 +129,8 @@ def test_bytes_rounded_up_are_enough_as_a_budget(size):
         (999.7e-6, "1 ms"),
         (0.9997, "1 s"),
         (4.5e-6, "4.5 µs"),
+        (0.9997e-6, "1 µs"),
+        (0.693e-9, "<1 µs"),
         (0.0, "0 µs"),
     ],
 )

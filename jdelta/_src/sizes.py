@@ -182,12 +182,12 @@ def format_bytes(size: float, *, up: bool = False) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds with a fitting unit: ``1.24 ms``."""
+    """Seconds with a fitting unit: ``1.24 ms``; what is below a microsecond is ``<1 µs``."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         rounded = f"{seconds * factor:.3g}"
-        if float(rounded) >= 1 or unit == "µs":
+        if float(rounded) >= 1:
             return f"{rounded} {unit}"
-    raise AssertionError("unreachable")
+    return "<1 µs" if seconds else "0 µs"
 
 
 def format_array(dtype: object, shape: Iterable[int]) -> str:

@@ -31,6 +31,15 @@ def test_every_residual_is_explained(plan):
         assert str(explanation).startswith(f"{r.name}: {explanation.decision.value}")
 
 
+def test_why_nothing_is_offloaded_is_told_once(plan):
+    explanations = plan.explain("*")
+    texts = list(map(str, explanations))
+    assert len({e.refusal for e in explanations}) == 1
+    assert "\n  offload: XLA for CPUs has one memory" in texts[0]
+    assert not any("offload:" in text for text in texts[1:])
+    assert "offload: XLA for CPUs has one memory" in str(plan.explain(explanations[-1].name)[0])
+
+
 def test_a_chain_is_what_has_to_be_computed_first(plan):
     sources = {r.name: r.sources for r in plan.residuals}
     for name, listed in sources.items():

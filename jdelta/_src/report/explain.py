@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from jdelta._src.backends.target import Target, published
@@ -52,6 +52,8 @@ class Explanation:
             ``turning`` is what the default solver says; empty otherwise.
         is_nested: Whether it enters a region and earlier regions compute it again. How often they
             do depends on the others, so only the plan's overhead has these seconds.
+        is_refusal_told: Whether an explanation in front of it has the same refusal, so that its
+            text leaves it out.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Explanation:
     turning: int | None
     unknown_solver: str = ""
     is_nested: bool = False
+    is_refusal_told: bool = False
 
     def __str__(self) -> str:
         """The explanation in sentences."""
@@ -92,7 +95,8 @@ class Explanation:
             yield "  recompute: by earlier regions; the plan's overhead has the seconds"
         else:
             yield f"  recompute: {format_seconds(self.recompute)}{after}"
-        yield f"  offload: {self._offload()}"
+        if not self.is_refusal_told:
+            yield f"  offload: {self._offload()}"
         yield f"  {self._turning()}"
         if self.unknown_solver and not self.pinned:
             yield f"  So says {DEFAULT_SOLVER}: no file can hold the plan's {self.unknown_solver}."
@@ -145,7 +149,15 @@ def explain(plan: PlanRecord, name: str) -> tuple[Explanation, ...]:
     by_hand = [r for r in matches if r.name in pinned]
     others = [r for r in matches if r.name not in pinned]
     explained = rows(by_hand, plan.decisions) + rows(others, plan.decisions)
-    return tuple(map(where.row, explained))
+    return tuple(_refused_once(map(where.row, explained)))
+
+
+def _refused_once(explanations: Iterable[Explanation]) -> Iterator[Explanation]:
+    """Explanations of which each refusal is told by the first that has it."""
+    told: set[str] = set()
+    for explanation in explanations:
+        yield replace(explanation, is_refusal_told=explanation.refusal in told)
+        told |= {explanation.refusal} - {""}
 
 
 class _Explaining:
