@@ -280,6 +280,14 @@ def test_check_refuses_another_program(files, capsys):
     assert "another" in capsys.readouterr().err
 
 
+def test_check_refuses_the_arguments_of_another_step(files, capsys):
+    other = ["tests.cli.wrong_steps:other_step", "--args", "tests.small:make_args"]
+    assert main(["check", files["0.4"], *other]) == 4
+    error = capsys.readouterr().err
+    assert "made for tests.small:step with w, x, but was given batch, params" in error
+    assert "this may be another step" in error
+
+
 def test_check_says_what_changed(files, capsys, tmp_path):
     record_ = json.loads(Path(files["0.4"]).read_text())
     path = tmp_path / "plan.json"
@@ -407,7 +415,8 @@ def test_export(files, capsys):
         (["pln"], "no command 'pln'; did you mean plan?"),
         (["plan"], "required: MODULE:STEP, --args"),
         ([], "required: COMMAND"),
-        (["explain", "nowhere.json"], "nowhere.json"),
+        (["explain", "nowhere.json"], "there is no file 'nowhere.json': expected a plan's file"),
+        (["check", STEP[0], "plan.json"], "a step (MODULE:STEP), which comes after PLAN"),
         (["max-batch", *STEP, "--overhead", "much"], "such as 10%"),
         (["max-batch", *STEP, "--most", "0"], "a whole number above zero"),
     ],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -395,6 +396,11 @@ def _changed(path: str, expected: str | None, came: str | None) -> str:
     if expected is None:
         return f"{path} was not there, came {came}"
     return f"{path}: expected {expected}, came {came}"
+
+
+def arguments_of(paths: Iterable[str]) -> list[str]:
+    """The names of the arguments that lines of `described`, or paths in arguments, begin with."""
+    return sorted({name[0] for path in paths if (name := re.match(r"\w+", path))})
 
 
 def difference(planned: Sequence[str], actual: Sequence[str]) -> str | None:
