@@ -126,9 +126,13 @@ def test_a_second_process_makes_the_same_plan_of_what_the_first_one_measured(tmp
         import jdelta
         with count_compiles() as compiled:
             plan = jdelta.plan(step, 0.5, *arguments(), donate_argnums=0)
-        figures = plan.compiled_peak, plan.compiles, sorted(plan.decisions.items())
-        print(figures, compiled.count("jit(step)"))
-        jax.block_until_ready(plan.jit()(*arguments()))
+            figures = plan.compiled_peak, plan.compiles, sorted(plan.decisions.items())
+            count = compiled.count("jit(step)")
+            run = plan.jit()
+            run_count = compiled.count("jit(step)")
+        jax.block_until_ready(run(*arguments()))
+        assert plan.compiled is plan.compiled
+        print(figures, f"{count},{run_count - count}")
     """
     variables = {"JDELTA_CACHE_DIR": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "0"}
     before, after = (
@@ -142,8 +146,10 @@ def test_a_second_process_makes_the_same_plan_of_what_the_first_one_measured(tmp
         for _ in range(2)
     )
     assert after[0] == before[0]
-    assert int(before[2]) >= 2
-    assert int(after[2]) == 1  # the plan, to be run
+    (searched, to_run), second = (map(int, part[2].split(",")) for part in (before, after))
+    assert searched >= 2
+    assert to_run == 0
+    assert tuple(second) == (0, 1)  # the plan, once it is to run
 
 
 def test_a_plan_that_takes_more_than_was_measured_is_refused(half, monkeypatch):
@@ -154,7 +160,7 @@ def test_a_plan_that_takes_more_than_was_measured_is_refused(half, monkeypatch):
 
     monkeypatch.setattr("jdelta._src.search.history.measure", compiled_otherwise)
     with pytest.raises(BudgetError, match=r"Compiled once more, the plan takes .* Plan again"):
-        jdelta.plan(step, 0.5, *arguments(), donate_argnums=0)
+        jdelta.plan(step, 0.5, *arguments(), donate_argnums=0).jit()
 
 
 def test_other_donation_compiles_again_and_is_checked(half):

@@ -40,6 +40,7 @@ from jdelta._src.search.advice import hint
 from jdelta._src.search.gate import Limits, verify
 from jdelta._src.search.groupings import Planning
 from jdelta._src.search.history import History
+from jdelta._src.search.search import executable
 from jdelta._src.search.summary import summary
 from jdelta._src.sizes import format_bytes, parse_budget, parse_host_budget
 from jdelta._src.solver import DEFAULT_SOLVER, SOLVERS, Solver, solver_name
@@ -407,7 +408,7 @@ def _plan_for(
     own = search.own_recompute()
     room = math.inf if spill is None or spill.limit_bytes is None else spill.limit_bytes
     verify(result.best, search.items.residuals, Limits(result.budget, host_room, room))
-    best = search.ready(result)
+    best = result.best
     measurement = best.measurement
     return Plan(
         question=Question(
@@ -460,6 +461,7 @@ def _plan_for(
         _step=asked,
         _call=call,
         _compiled=best.compiled,
+        _compile=None if best.compiled else functools.partial(executable, search.step, result),
         _store=store,
         _solver=solver,
     )
