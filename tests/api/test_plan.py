@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import textwrap
+import traceback
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -349,6 +351,21 @@ def test_what_was_not_compiled_is_called_predicted(half, estimates):
 def test_bad_budgets(budget, says):
     with pytest.raises(BudgetError, match=says):
         jdelta.plan(step, budget, *arguments())
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda: jdelta.plan(step, "1%", *arguments()),
+        lambda: jdelta.jit(step, "1%")(*arguments()),
+    ],
+)
+def test_a_refused_budget_shows_no_frames_of_the_search(refused):
+    with pytest.raises(BudgetError, match="below the floor") as error:
+        refused()
+    files = [frame.filename for frame in traceback.extract_tb(error.value.__traceback__)]
+    assert not any("search" in Path(file).parts for file in files)
+    assert len(files) <= 8
 
 
 @pytest.mark.parametrize("host_budget", ["50%", -1, "0 B", "14 parsecs"])

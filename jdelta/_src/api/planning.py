@@ -315,14 +315,17 @@ def _plan(
     progress: bool,
     **options: Any,
 ) -> Plan:
-    with contextlib.ExitStack() as during:
-        during.enter_context(showing(progress))
-        where, placed, traced = traced_on(target, call)
-        job = Job.of(where.devices(), ahead_of_time=where.ahead_of_time)
-        during.enter_context(job.failing_together())
-        plan = _plan_for(job, where, asked, budget, placed, traced, **options)
-        decisions = sorted((name, decision.value) for name, decision in plan.decisions.items())
-        job.check_alike(f"{plan.program.fingerprint} {plan.budget} {decisions}")
+    try:
+        with contextlib.ExitStack() as during:
+            during.enter_context(showing(progress))
+            where, placed, traced = traced_on(target, call)
+            job = Job.of(where.devices(), ahead_of_time=where.ahead_of_time)
+            during.enter_context(job.failing_together())
+            plan = _plan_for(job, where, asked, budget, placed, traced, **options)
+            decisions = sorted((name, decision.value) for name, decision in plan.decisions.items())
+            job.check_alike(f"{plan.program.fingerprint} {plan.budget} {decisions}")
+    except BudgetError as error:  # its message says all: where the search ended is of no use
+        raise error.with_traceback(None) from error.__cause__
     return plan
 
 
