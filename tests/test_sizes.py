@@ -10,6 +10,7 @@ from jdelta._src.sizes import (
     format_seconds,
     format_some,
     parse_budget,
+    parse_host_budget,
 )
 
 
@@ -18,6 +19,8 @@ from jdelta._src.sizes import (
     [
         (4096, Budget(bytes=4096)),
         ("14gib", Budget(bytes=14 * 2**30)),
+        ("14gb", Budget(bytes=14 * 10**9)),
+        ("14 GIB", Budget(bytes=14 * 2**30)),
         ("14 Gi", Budget(bytes=14 * 2**30)),
         ("14G", Budget(bytes=14 * 10**9)),
         (np.float32(0.5), Budget(share=0.5)),
@@ -63,11 +66,38 @@ def test_what_is_understood(budget, expected):
         (True, "expected bytes"),
         (np.True_, "expected bytes"),
         ([1], "expected bytes"),
+        ("14Gb", r"Gb may mean bits; for bytes write '14GiB' \(.*1024\) or '14GB'"),
+        ("1.5 Mib", "Mib may mean bits; for bytes write '1.5MiB'"),
     ],
 )
 def test_what_is_refused_says_why(budget, says):
     with pytest.raises(BudgetError, match=says):
         parse_budget(budget)
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ({"w": np.ones((64, 64))}, "a dict"),
+        ([1], "a list"),
+        (jnp.ones((8, 128)), r"float32\[8,128\]"),
+        ("a lot, " * 100, "'a lot"),
+    ],
+)
+def test_an_argument_of_the_step_in_its_place_is_named_in_a_line(argument, shown):
+    with pytest.raises(BudgetError, match=shown) as refused:
+        parse_budget(argument)
+    assert len(str(refused.value)) < 250
+    if not isinstance(argument, str):
+        assert "the second argument, before the step's own" in str(refused.value)
+    with pytest.raises(BudgetError, match=shown) as refused:
+        parse_host_budget(argument)
+    assert len(str(refused.value)) < 150
+
+
+@pytest.mark.parametrize("nothing", [0, 0.0, np.int32(0), jnp.int32(0)])
+def test_no_bytes_on_the_host(nothing):
+    assert parse_host_budget(nothing) == 0
 
 
 @pytest.mark.parametrize(
@@ -99,6 +129,8 @@ def test_bytes_rounded_up_are_enough_as_a_budget(size):
         (999.7e-6, "1 ms"),
         (0.9997, "1 s"),
         (4.5e-6, "4.5 µs"),
+        (0.9997e-6, "1 µs"),
+        (0.693e-9, "<1 µs"),
         (0.0, "0 µs"),
     ],
 )

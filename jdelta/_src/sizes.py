@@ -9,8 +9,10 @@ import contextlib
 import math
 import operator
 import re
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 
 from jdelta._src.errors import BudgetError
 
@@ -22,6 +24,9 @@ _UNITS = {"": 1, "b": 1} | {
 """Bytes of each unit, in small letters: ``{"gib": 2**30, "g": 10**9}``."""
 
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([A-Za-z%]*)\s*")
+
+_BITS = re.compile(r"([KMGTP])i?b")
+"""Units that mean bits to some: ``Gb``."""
 
 _FEW = 1024
 """Bytes that no step fits: a float from one up to here was meant otherwise."""
@@ -93,7 +98,21 @@ def _number(budget: object) -> int | float:
     with contextlib.suppress(TypeError):
         if not isinstance(budget, bool):
             return operator.index(budget)  # pyright: ignore[reportArgumentType]
-    raise BudgetError(f"budget: {_EXPECTED}; got {budget!r}")
+    raise BudgetError(
+        f"budget, in jdelta.plan the second argument, before the step's own: {_EXPECTED}; "
+        f"got {_shown(budget)}"
+    )
+
+
+def _shown(value: object) -> str:
+    """What came, in short: numbers and texts as they are, of all else what it is.
+
+    For example ``'14 parsecs'``, ``float32[8,128]`` or ``a dict``.
+    """
+    if isinstance(value, (str, int, float, complex, NoneType)):
+        return reprlib.repr(value)
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
+    return f"a {type(value).__name__}" if dtype is None else format_array(dtype, shape)
 
 
 def parse_host_budget(host_budget: object) -> int:
@@ -102,7 +121,7 @@ def parse_host_budget(host_budget: object) -> int:
     Raises:
         BudgetError: It is negative, not finite, a share, or not understood.
     """
-    if host_budget == 0:
+    if getattr(host_budget, "ndim", 0) == 0 and host_budget == 0:
         return 0
     try:
         size = parse_size(host_budget).bytes
@@ -111,7 +130,7 @@ def parse_host_budget(host_budget: object) -> int:
     if size is None:
         raise BudgetError(
             "host_budget: expected bytes (0: nothing goes to the host) or a size such as "
-            f"'40GiB'; got {host_budget!r}"
+            f"'40GiB'; got {_shown(host_budget)}"
         )
     return size
 
@@ -119,7 +138,7 @@ def parse_host_budget(host_budget: object) -> int:
 def _parse_text(text: str) -> Budget:
     match = _PATTERN.fullmatch(text)
     if match is None:
-        raise BudgetError(f"budget {text!r} is not understood; {_EXPECTED}")
+        raise BudgetError(f"budget {_shown(text)} is not understood; {_EXPECTED}")
     number, unit = float(match[1]), match[2].lower()
     if not unit and not match[1].isdecimal():
         return parse_size(number)
@@ -131,6 +150,12 @@ def _parse_text(text: str) -> Budget:
         raise BudgetError(
             f"budget {text!r}: unit {match[2]!r} is not known; use one of KiB, MiB, GiB, TiB, PiB, "
             "KB, MB, GB, TB, PB, B or %"
+        )
+    if bits := _BITS.fullmatch(match[2]):
+        amount = match[1] + bits[1]
+        raise BudgetError(
+            f"budget {text!r}: {match[2]} may mean bits; for bytes write '{amount}iB' (in powers "
+            f"of 1024) or '{amount}B' (in powers of 1000)"
         )
     size = int(number * _UNITS[unit])
     if size <= 0:
@@ -157,12 +182,12 @@ def format_bytes(size: float, *, up: bool = False) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds with a fitting unit: ``1.24 ms``."""
+    """Seconds with a fitting unit: ``1.24 ms``; what is below a microsecond is ``<1 µs``."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         rounded = f"{seconds * factor:.3g}"
-        if float(rounded) >= 1 or unit == "µs":
+        if float(rounded) >= 1:
             return f"{rounded} {unit}"
-    raise AssertionError("unreachable")
+    return "<1 µs" if seconds else "0 µs"
 
 
 def format_array(dtype: object, shape: Iterable[int]) -> str:

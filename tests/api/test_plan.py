@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import textwrap
+import traceback
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -126,9 +128,13 @@ def test_a_second_process_makes_the_same_plan_of_what_the_first_one_measured(tmp
         import jdelta
         with count_compiles() as compiled:
             plan = jdelta.plan(step, 0.5, *arguments(), donate_argnums=0)
-        figures = plan.compiled_peak, plan.compiles, sorted(plan.decisions.items())
-        print(figures, compiled.count("jit(step)"))
-        jax.block_until_ready(plan.jit()(*arguments()))
+            figures = plan.compiled_peak, plan.compiles, sorted(plan.decisions.items())
+            count = compiled.count("jit(step)")
+            run = plan.jit()
+            run_count = compiled.count("jit(step)")
+        jax.block_until_ready(run(*arguments()))
+        assert plan.compiled is plan.compiled
+        print(figures, f"{count},{run_count - count}")
     """
     variables = {"JDELTA_CACHE_DIR": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "0"}
     before, after = (
@@ -142,8 +148,10 @@ def test_a_second_process_makes_the_same_plan_of_what_the_first_one_measured(tmp
         for _ in range(2)
     )
     assert after[0] == before[0]
-    assert int(before[2]) >= 2
-    assert int(after[2]) == 1  # the plan, to be run
+    (searched, to_run), second = (map(int, part[2].split(",")) for part in (before, after))
+    assert searched >= 2
+    assert to_run == 0
+    assert tuple(second) == (0, 1)  # the plan, once it is to run
 
 
 def test_a_plan_that_takes_more_than_was_measured_is_refused(half, monkeypatch):
@@ -154,7 +162,7 @@ def test_a_plan_that_takes_more_than_was_measured_is_refused(half, monkeypatch):
 
     monkeypatch.setattr("jdelta._src.search.history.measure", compiled_otherwise)
     with pytest.raises(BudgetError, match=r"Compiled once more, the plan takes .* Plan again"):
-        jdelta.plan(step, 0.5, *arguments(), donate_argnums=0)
+        jdelta.plan(step, 0.5, *arguments(), donate_argnums=0).jit()
 
 
 def test_other_donation_compiles_again_and_is_checked(half):
@@ -345,6 +353,21 @@ def test_bad_budgets(budget, says):
         jdelta.plan(step, budget, *arguments())
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda: jdelta.plan(step, "1%", *arguments()),
+        lambda: jdelta.jit(step, "1%")(*arguments()),
+    ],
+)
+def test_a_refused_budget_shows_no_frames_of_the_search(refused):
+    with pytest.raises(BudgetError, match="below the floor") as error:
+        refused()
+    files = [frame.filename for frame in traceback.extract_tb(error.value.__traceback__)]
+    assert not any("search" in Path(file).parts for file in files)
+    assert len(files) <= 8
+
+
 @pytest.mark.parametrize("host_budget", ["50%", -1, "0 B", "14 parsecs"])
 def test_bad_host_budget(host_budget):
     with pytest.raises(BudgetError, match="host_budget: expected bytes"):
@@ -361,7 +384,7 @@ def test_a_step_without_a_gradient(fun, tmp_path):
     np.testing.assert_allclose(plan.jit()(*args), loss(*args), rtol=1e-5)
     assert jdelta.plan(loss, None, *args, pin={"*": "recompute"}) == jdelta.plan(loss, None, *args)
     plan.report(tmp_path / "page.html")
-    with pytest.raises(PlanMismatchError, match="nothing to decide"):
+    with pytest.raises(PlanMismatchError, match="called 'anything'; the step keeps nothing"):
         plan.explain("anything")
     with pytest.raises(PlanMismatchError, match="called 'mlp'; the step keeps nothing"):
         jdelta.plan(loss, "1GiB", *args, pin={"mlp": "save"})
@@ -376,6 +399,18 @@ def test_a_step_without_a_gradient_over_its_budget():
     assert frontier.floor == frontier.plans[0].ceiling
     assert "fits" in str(jdelta.explain_oom(loss, *args))
     assert jdelta.schedule(loss, *args).peak
+
+
+def test_a_refusal_asks_for_the_gradient_where_there_is_none():
+    def loss(w, x):
+        return jnp.mean((x + jnp.tanh(x @ w) - x) ** 2)
+
+    args = jnp.ones((64, 64)), jnp.ones((512, 64))
+    with pytest.raises(BudgetError, match=r"is differentiated in it.* jax\.grad") as refused:
+        jdelta.plan(loss, "9KiB", *args)
+    assert "temporaries 0 B." in str(refused.value)  # and no largest ones
+    with pytest.raises(BudgetError, match="keeps nothing for a backward pass"):
+        jdelta.plan(jax.grad(lambda w, x: jnp.sum(x @ w)), "9KiB", *args)
 
 
 def test_a_gradient_beside_marked_units_is_planned():

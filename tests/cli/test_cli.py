@@ -107,14 +107,17 @@ def test_json_has_all_figures(files, capsys):
 @pytest.mark.parametrize(
     ("python", "words"),
     [
-        ("solver='milp' proves", "--solver='milp' proves"),
+        ("solver='milp' proves", "--solver milp proves"),
         ("plan without spill=.", "plan without --spill."),
-        ("(host_budget=0, no spill=)", "(--host-budget=0, no --spill)"),
+        ("(host_budget=0, no spill=)", "(--host-budget 0, no --spill)"),
         ("Raise host_budget.", "Raise --host-budget."),
         ("Take these out of pin=, or", "Take these out of --pin, or"),
         ("w (donate_argnums; less)", "w (--donate; less)"),
-        ("make it static: static_argnames='depth'.", "make it static: --static='depth'."),
-        ("name it (target='tpu:v5e')", "name it (--target='tpu:v5e')"),
+        ("make it static: static_argnames='depth'.", "make it static: --static depth."),
+        ("name it (target='tpu:v5e')", "name it (--target tpu:v5e)"),
+        ("4 more rows; plan.report(path)", "4 more rows; `jdelta plan --report FILE`"),
+        ("(plan.decisions has all)", "(`jdelta explain PLAN '*'` has all)"),
+        ("pin them (pin={'h': ...})", "pin them (--pin {'h': ...})"),
         ("with per_layer=False. Try reorder=True:", "with --no-per-layer. Try --reorder:"),
         (
             "the target, the solver and what is to spill",
@@ -277,6 +280,14 @@ def test_check_refuses_another_program(files, capsys):
     assert "another" in capsys.readouterr().err
 
 
+def test_check_refuses_the_arguments_of_another_step(files, capsys):
+    other = ["tests.cli.wrong_steps:other_step", "--args", "tests.small:make_args"]
+    assert main(["check", files["0.4"], *other]) == 4
+    error = capsys.readouterr().err
+    assert "made for tests.small:step with w, x, but was given batch, params" in error
+    assert "this may be another step" in error
+
+
 def test_check_says_what_changed(files, capsys, tmp_path):
     record_ = json.loads(Path(files["0.4"]).read_text())
     path = tmp_path / "plan.json"
@@ -404,7 +415,8 @@ def test_export(files, capsys):
         (["pln"], "no command 'pln'; did you mean plan?"),
         (["plan"], "required: MODULE:STEP, --args"),
         ([], "required: COMMAND"),
-        (["explain", "nowhere.json"], "nowhere.json"),
+        (["explain", "nowhere.json"], "there is no file 'nowhere.json': expected a plan's file"),
+        (["check", STEP[0], "plan.json"], "a step (MODULE:STEP), which comes after PLAN"),
         (["max-batch", *STEP, "--overhead", "much"], "such as 10%"),
         (["max-batch", *STEP, "--most", "0"], "a whole number above zero"),
     ],
@@ -524,7 +536,8 @@ def test_an_interrupted_command_says_so_in_a_line(capsys):
 
 def test_a_beginning_of_names_is_no_name(files, capsys):
     assert main(["explain", files["0.4"], "region"]) == 4
-    assert "no residual called 'region'; did you mean 'region/*'?" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no residual called 'region'; did you mean 'region/*'? `jdelta explain PLAN" in error
 
 
 def test_errors_are_said_in_one_place(files, capsys):

@@ -14,6 +14,11 @@ def open_step(x, *others, scale=1.0):
     return x
 
 
+def other_step(params, batch):
+    """A step whose arguments have other names than those of `tests.small`."""
+    return params, batch
+
+
 def inner(x):
     """What cannot be traced, for the shapes do not fit."""
     return x @ x

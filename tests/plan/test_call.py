@@ -84,6 +84,12 @@ def test_a_decorator_with_arguments_keeps_the_name():
         _ = named.lower
 
 
+def test_the_budget_may_come_by_position():
+    run = jdelta.jit(step, "1GiB", donate_argnums=0)
+    same(run(start(), X), step(start(), X))
+    assert run.plans[0].budget == 2**30
+
+
 def test_several_threads_make_one_plan():
     planned = jdelta.jit(step, budget="1GiB")
     with ThreadPoolExecutor(3) as pool:
@@ -122,9 +128,44 @@ def test_what_is_neither_option_nor_argument_is_refused():
         jdelta.jit(step, budget="1GiB", backend="cpu")
 
 
+def test_all_arguments_at_once_are_to_be_given_one_by_one():
+    expected = r"follow the budget, each by itself: jdelta.plan\(step, budget, state, x\)"
+    with pytest.raises(jdelta.ArgumentError, match=expected):
+        jdelta.plan(step, "1GiB", args=(start(), X))
+    with pytest.raises(jdelta.ArgumentError, match=r"itself: .*\(<lambda>, budget, \*args\)"):
+        jdelta.plan(lambda *args: step(*args), "1GiB", args=(start(), X))
+    with pytest.raises(jdelta.ArgumentError, match=r"step takes state, x, scale, .* a tuple of 2"):
+        jdelta.plan(step, "1GiB", (start(), X))
+    with pytest.raises(jdelta.ArgumentError, match=r"a list of 2, for state\..*each by itself"):
+        jdelta.jit(step, "1GiB")([start(), X])
+
+
+def test_a_tuple_that_is_an_argument_is_taken():
+    run = jdelta.jit(lambda pair, scale=1.0: step(*pair, scale=scale), "1GiB")
+    same(run((start(), X)), step(start(), X))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        jdelta.plan(lambda state, x: x, "1GiB", (X, X, X))
+
+
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        ((X, X), "got tuple. Give the function itself, not what a call of it returns"),
+        (X, "not what a call of it returns"),
+        ("1GiB", r"got str. Give the budget after it, or by name \(budget=\)"),
+    ],
+)
+def test_a_step_that_is_no_function_is_refused(first, says):
+    with pytest.raises(jdelta.ArgumentError, match=says):
+        jdelta.plan(first, "1GiB", X)
+
+
 @pytest.mark.parametrize(
     ("option", "says"),
     [
+        ({"donate": 0}, "did you mean donate_argnums"),
+        ({"s": 0}, "is no option of jdelta nor an argument of step: there are donate_argnums"),
+        ({"arg": 0}, "there are donate_argnums"),
         ({"budgett": 1}, "did you mean budget"),
         ({"target": 5}, "target: expected a name such as 'cuda:h100', got int"),
         ({"pin": None}, "pin: expected a mapping from names to decisions, or a policy"),

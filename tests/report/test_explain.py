@@ -31,6 +31,15 @@ def test_every_residual_is_explained(plan):
         assert str(explanation).startswith(f"{r.name}: {explanation.decision.value}")
 
 
+def test_why_nothing_is_offloaded_is_told_once(plan):
+    explanations = plan.explain("*")
+    texts = list(map(str, explanations))
+    assert len({e.refusal for e in explanations}) == 1
+    assert "\n  offload: XLA for CPUs has one memory" in texts[0]
+    assert not any("offload:" in text for text in texts[1:])
+    assert "offload: XLA for CPUs has one memory" in str(plan.explain(explanations[-1].name)[0])
+
+
 def test_a_chain_is_what_has_to_be_computed_first(plan):
     sources = {r.name: r.sources for r in plan.residuals}
     for name, listed in sources.items():
@@ -62,6 +71,35 @@ def test_alike_residuals_are_explained_together(plan):
 
 def test_an_unknown_name_is_refused(plan):
     with pytest.raises(jdelta.PlanMismatchError, match="no residual called 'other'"):
+        plan.explain("other")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("region", "'region/*'"),
+        ("sin", "'*/sin'"),
+        ("mlp*", "'*/mlp*'"),
+        ("region/mlpvi", "'region/mlpwi'"),
+    ],
+)
+def test_what_may_be_meant_by_a_name_is_said(plan, name, meant):
+    with pytest.raises(jdelta.PlanMismatchError, match="did you mean") as refused:
+        plan.explain(name)
+    assert f"; did you mean {meant}? plan.decisions has all names" in str(refused.value)
+    assert plan.explain(meant.strip("'"))
+
+
+def test_a_region_of_layers_is_found_without_what_is_around_it():
+    plan = jdelta.plan(small.unrolled_step, "1GiB", *small.make_args())
+    names = tuple(dataclasses.replace(r, region=f"LM/{r.region}") for r in plan.residuals)
+    inner = tuple(dataclasses.replace(r, name=f"LM/{r.name}") for r in names)
+    plan = dataclasses.replace(plan, answer=dataclasses.replace(plan.answer, residuals=inner))
+    with pytest.raises(jdelta.PlanMismatchError, match=r"did you mean '\*/region_1\*'"):
+        plan.explain("region_1*")
+    with pytest.raises(jdelta.PlanMismatchError, match=r"did you mean '\*/region_1/\*'"):
+        plan.explain("region_1")
+    with pytest.raises(jdelta.PlanMismatchError, match=r"; there are LM/.* \(plan.decisions has"):
         plan.explain("other")
 
 

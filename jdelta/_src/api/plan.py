@@ -18,7 +18,7 @@ from jdelta._src.errors import ArgumentError, PlanMismatchError, SpillError, Tar
 from jdelta._src.hlo.overlap import Overlap
 from jdelta._src.plan import file
 from jdelta._src.plan.call import Call
-from jdelta._src.plan.planned_step import PlannedStep, compiled
+from jdelta._src.plan.planned_step import PlannedStep
 from jdelta._src.plan.record import PlanRecord
 from jdelta._src.plan.user_step import Arguments, Jitted, jitted, together
 from jdelta._src.regions.policy import Policy
@@ -55,6 +55,7 @@ class Plan(PlanRecord):
     _step: Jitted | None = field(default=None, repr=False, compare=False)
     _call: Call | None = field(default=None, repr=False, compare=False)
     _compiled: Any = field(default=None, repr=False, compare=False)
+    _compile: Callable[[], Any] | None = field(default=None, repr=False, compare=False)
 
     @property
     def policy(self) -> Policy | None:
@@ -314,19 +315,20 @@ class Plan(PlanRecord):
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The compiled step; compiled now if its figures came from the disk cache.
+        """The compiled step; compiled now, once, if its figures came from the disk cache.
 
         Raises:
+            BudgetError: Compiled now it takes more than was measured, and more than the budget.
             PlanMismatchError: The plan was loaded from a file; ``jit`` compiles it.
         """
         if self._compiled is not None:
             return self._compiled
-        if self._call is None:
+        if self._compile is None:
             raise PlanMismatchError(
                 "A plan loaded from a file has no compiled step. Give the step to "
                 "plan.jit(step_fn) and call the result."
             )
-        return compiled(self, self._call, self.donate_argnums)
+        return self._compile()
 
     def jit(
         self,
@@ -350,7 +352,8 @@ class Plan(PlanRecord):
             TargetError: The plan was made for devices that are not here.
             PlanMismatchError: A loaded plan without ``step_fn``; and, when the result is called,
                 arguments or a program that the plan was not made for.
-            BudgetError: With other donation than planned the step is over the budget.
+            BudgetError: With other donation than planned the step is over the budget; or compiled
+                now it is, where its figures came from the disk cache.
         """
         step = self._step if step_fn is None else jitted(step_fn)
         if step is None:
@@ -369,7 +372,7 @@ class Plan(PlanRecord):
         step = replace(own or step, donate=donate, static=self.static)
         planned = self._call if own else None
         runs = planned and ":" not in self.target and donate == self.donate_argnums
-        ready = self._compiled if runs else None
+        ready = self.compiled if runs else None
         return PlannedStep(self, step, planned.static if planned else None, ready)
 
     def save(self, path: str) -> None:

@@ -39,6 +39,7 @@ from jdelta._src.search.advice import hint
 from jdelta._src.search.gate import Limits, verify
 from jdelta._src.search.groupings import Planning
 from jdelta._src.search.history import History
+from jdelta._src.search.search import executable
 from jdelta._src.search.summary import summary
 from jdelta._src.sizes import format_bytes, parse_budget, parse_host_budget
 from jdelta._src.solver import DEFAULT_SOLVER, SOLVERS, Solver, solver_name
@@ -255,15 +256,14 @@ def plan(
 
 @overload
 def jit(
-    step_fn: None = None, *, budget: int | float | str | None = None, **options: Any
+    step_fn: None = None, budget: int | float | str | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 @overload
 def jit(
-    step_fn: Callable[..., Any], *, budget: int | float | str | None = None, **options: Any
+    step_fn: Callable[..., Any], budget: int | float | str | None = None, **options: Any
 ) -> Callable[..., Any]: ...
 def jit(
     step_fn: Callable[..., Any] | None = None,
-    *,
     budget: int | float | str | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
@@ -315,14 +315,17 @@ def _plan(
     progress: bool,
     **options: Any,
 ) -> Plan:
-    with contextlib.ExitStack() as during:
-        during.enter_context(showing(progress))
-        where, placed, traced = traced_on(target, call)
-        job = Job.of(where.devices(), ahead_of_time=where.ahead_of_time)
-        during.enter_context(job.failing_together())
-        plan = _plan_for(job, where, asked, budget, placed, traced, **options)
-        decisions = sorted((name, decision.value) for name, decision in plan.decisions.items())
-        job.check_alike(f"{plan.program.fingerprint} {plan.budget} {decisions}")
+    try:
+        with contextlib.ExitStack() as during:
+            during.enter_context(showing(progress))
+            where, placed, traced = traced_on(target, call)
+            job = Job.of(where.devices(), ahead_of_time=where.ahead_of_time)
+            during.enter_context(job.failing_together())
+            plan = _plan_for(job, where, asked, budget, placed, traced, **options)
+            decisions = sorted((name, decision.value) for name, decision in plan.decisions.items())
+            job.check_alike(f"{plan.program.fingerprint} {plan.budget} {decisions}")
+    except BudgetError as error:  # its message says all: where the search ended is of no use
+        raise error.with_traceback(None) from error.__cause__
     return plan
 
 
@@ -408,7 +411,7 @@ def _plan_for(
     own = search.own_recompute()
     room = math.inf if spill is None or spill.limit_bytes is None else spill.limit_bytes
     verify(result.best, search.items.residuals, Limits(result.budget, host_room, room))
-    best = search.ready(result)
+    best = result.best
     measurement = best.measurement
     return Plan(
         question=Question(
@@ -461,6 +464,7 @@ def _plan_for(
         _step=asked,
         _call=call,
         _compiled=best.compiled,
+        _compile=None if best.compiled else functools.partial(executable, search.step, result),
         _store=store,
         _solver=solver,
     )

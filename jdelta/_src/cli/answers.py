@@ -17,11 +17,9 @@ from jdelta._src.backends.chips import CHIPS
 from jdelta._src.backends.target import Target, names, published
 from jdelta._src.cli import loading
 from jdelta._src.cli.output import Answer, Block, in_options
-from jdelta._src.errors import PlanMismatchError
 from jdelta._src.plan.planned_step import recompiled
 from jdelta._src.report import explain, export
 from jdelta._src.report.table import HEAD, NUMBERED, printed
-from jdelta._src.residuals.pins import fitting
 from jdelta._src.sizes import format_bytes, format_seconds
 from jdelta._src.versions import installed_with
 
@@ -106,24 +104,9 @@ def _table(step_plan: Plan) -> list[Block]:
 def _explain(options: Options) -> Answer:
     if options.name is None:
         return Answer(figures(options.plan), _table(options.plan))
-    _refuse_prefix(options.plan, options.name)
     explanations = explain.explain(options.plan, options.name)
     record = [{**dataclasses.asdict(e), "decision": e.decision.value} for e in explanations]
     return Answer(record, [Block(prose=str(e).splitlines()) for e in explanations])
-
-
-def _refuse_prefix(step_plan: Plan, name: str) -> None:
-    """Refuse the beginning of names as a name, with the pattern that was meant.
-
-    Raises:
-        PlanMismatchError: It is one.
-    """
-    residuals = step_plan.residuals
-    begun = name.rstrip("/") + "/"
-    if not fitting(residuals, name) and any(r.label.startswith(begun) for r in residuals):
-        raise PlanMismatchError(
-            f"The plan has no residual called {name!r}; did you mean '{begun}*'?"
-        )
 
 
 _FIGURES = ("target", "budget", "compiled_peak", "host_bytes", "overhead", "step_seconds", "result")

@@ -81,6 +81,13 @@ def plan_file(path: str) -> Plan:
 
     try:
         return load(path)
+    except FileNotFoundError as error:
+        module, _, step = path.partition(":")
+        is_step = module.replace(".", "").isidentifier() and step
+        raise argparse.ArgumentTypeError(
+            f"there is no file {path!r}: expected a plan's file, which `jdelta plan -o FILE` writes"
+            + ("; this looks like a step (MODULE:STEP), which comes after PLAN" if is_step else "")
+        ) from error
     except (OSError, PlanMismatchError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -41,8 +41,13 @@ _OPTIONS = {
     "solver=": "--solver",
     "target=": "--target",
     "pin=": "--pin",
+    "plan.report(path)": "`jdelta plan --report FILE`",
+    "plan.decisions has": "`jdelta explain PLAN '*'` has",
 }
-"""Options in Python as texts name them, and what they are called on the command line."""
+"""Options and calls in Python as texts name them, and what they are on the command line."""
+
+_VALUE = r"(?:'([\w.:%/-]+)'|(?=['\w({]))"
+"""What follows an option in Python: a text that needs no quotes in a shell, or anything else."""
 
 
 _PACKAGE = Path(__file__).parents[2]
@@ -123,10 +128,10 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def in_options(text: str) -> str:
-    """A text of jdelta's with the command line's names of options: ``--solver='milp'``."""
+    """A text of jdelta's with the command line's names of options: ``--solver milp``."""
     for python, option in _OPTIONS.items():
-        name = rf"(?<![\w.-]){python.removesuffix('=')}"
-        text = re.sub(rf"{name}=(?=['\w(])", f"{option}=", text)
+        name = rf"(?<![\w.-]){re.escape(python.removesuffix('='))}"
+        text = re.sub(f"{name}={_VALUE}", lambda value, o=option: f"{o} {value[1] or ''}", text)
         text = re.sub(rf"{name}=" if python.endswith("=") else rf"{name}=?(?!\w)", option, text)
     return text
 

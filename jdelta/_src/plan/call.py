@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,8 +143,9 @@ def call_of(step: Jitted, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cal
 
     Raises:
         TypeError: The step does not take these arguments.
-        ArgumentError: A static argument has no hash.
+        ArgumentError: A static argument has no hash, or all are given as one tuple.
     """
+    _refuse_packed(step, args, kwargs)
     args, kwargs = _bound(step, args, kwargs)
     fixed = _fixed(step, args, kwargs)
     positions = [i for i in range(len(args)) if i not in fixed]
@@ -188,6 +190,21 @@ def _bound(
         return args, kwargs
     bound = step.signature.bind(*args, **kwargs)
     return bound.args, bound.kwargs
+
+
+def _refuse_packed(step: Jitted, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a tuple of all arguments in the place of the first, where the step takes more.
+
+    Raises:
+        ArgumentError: It is one: the step takes its parts, and does not take it.
+    """
+    is_one = len(args) == 1 and isinstance(args[0], (tuple, list)) and not kwargs
+    if is_one and len(step.parameters) > 1 and step.binds(*args[0]) and not step.binds(*args):
+        kind, names = type(args[0]).__name__, ", ".join(step.parameters)
+        raise ArgumentError(
+            f"{step.name} takes {names}, and was given one argument, a {kind} of {len(args[0])}, "
+            f"for {_name(step, 0)}. If that holds all of them, give each by itself."
+        )
 
 
 def _name(step: Jitted, number: int) -> str:
@@ -379,6 +396,11 @@ def _changed(path: str, expected: str | None, came: str | None) -> str:
     if expected is None:
         return f"{path} was not there, came {came}"
     return f"{path}: expected {expected}, came {came}"
+
+
+def arguments_of(paths: Iterable[str]) -> list[str]:
+    """The names of the arguments that lines of `described`, or paths in arguments, begin with."""
+    return sorted({name[0] for path in paths if (name := re.match(r"\w+", path))})
 
 
 def difference(planned: Sequence[str], actual: Sequence[str]) -> str | None:

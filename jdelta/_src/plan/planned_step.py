@@ -19,12 +19,12 @@ from jdelta._src.errors import ArgumentError, BudgetError, PlanMismatchError
 from jdelta._src.hlo.measure import Measurement, measure
 from jdelta._src.passes.emit import Step, emit
 from jdelta._src.passes.spill_record import check_handlers, check_spilled
-from jdelta._src.plan.call import Call, call_of, described, difference
+from jdelta._src.plan.call import Call, arguments_of, call_of, described, difference
 from jdelta._src.plan.record import PlanRecord
 from jdelta._src.plan.spill_watch import Drift
 from jdelta._src.plan.user_step import Arguments, Jitted, jitted
 from jdelta._src.regions.trace import Trace, own_errors_only, trace
-from jdelta._src.sizes import format_bytes
+from jdelta._src.sizes import format_bytes, format_some
 from jdelta._src.spill import named_errors
 from jdelta._src.versions import other_versions
 
@@ -149,6 +149,13 @@ def _checked(plan: PlanRecord, call: Call) -> Call:
     if changed and call.may_have_own_mesh:
         call = call.over_own_mesh()
         changed = _changed(plan, call)
+    planned, came = arguments_of(plan.program.arguments), arguments_of(call.names)
+    if changed and planned and not set(planned) & set(came):
+        raise PlanMismatchError(
+            f"The plan was made for {plan.program.step} with {format_some(planned, 4)}, but was "
+            f"given {format_some(came, 4) or 'no arguments'}: this may be another step. Give the "
+            "one that was planned, or plan this one."
+        )
     if changed:
         raise PlanMismatchError(
             "The plan was made for arguments of other shapes, dtypes or shardings: "

@@ -31,6 +31,12 @@ _NOT_TAKEN = {
 """What ``jax.jit`` takes and jdelta does not, and what to write."""
 
 
+_ALL_ARGUMENTS = ("args", "kwargs")
+"""Names by which some give all arguments of a step at once."""
+
+_CLOSE = 0.7
+"""How alike two names have to be for one to be meant by the other, as difflib counts."""
+
 OPTIONS = (
     "donate_argnums",
     "donate_argnames",
@@ -100,6 +106,14 @@ class Jitted:
         """The parameters of a call, to bind one to."""
         return inspect.Signature(list(self.parameters.values()))
 
+    def binds(self, *args: Any) -> bool:
+        """Whether the step takes these arguments, and no more."""
+        try:
+            self.signature.bind(*args)
+        except TypeError:
+            return False
+        return True
+
     @functools.cached_property
     def positions(self) -> list[str]:
         """Names of the parameters that may be given by position."""
@@ -109,6 +123,12 @@ class Jitted:
         """Whether the step takes any number of arguments of a kind, or does not tell."""
         kinds = [p.kind for p in self.parameters.values()]
         return not kinds or kind in kinds
+
+    def takes(self, name: str) -> bool:
+        """Whether the step takes an argument by a name."""
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        named = (n for n, p in self.parameters.items() if p.kind not in variadic)
+        return name in named or self.is_open(inspect.Parameter.VAR_KEYWORD)
 
     def normal(self, option: str, arguments: Iterable[int | str]) -> Arguments:
         """Arguments by number, or by name where they have no number.
@@ -163,8 +183,14 @@ def jitted(
         ArgumentError: The step has no such argument, or is no function.
     """
     if not callable(step):
+        is_budget = isinstance(step, (str, int, float))
+        advice = (
+            "Give the budget after it, or by name (budget=)."
+            if is_budget
+            else "Give the function itself, not what a call of it returns."
+        )
         raise ArgumentError(
-            f"Expected a training step, a function, first; got {type(step).__name__}."
+            f"Expected a training step, a function, first; got {type(step).__name__}. {advice}"
         )
     own = _taken_apart(step)
     donate = together(donate_argnums, donate_argnames)
@@ -205,16 +231,27 @@ def check_options(step: Jitted | None, options: Mapping[str, Any], known: Sequen
     Raises:
         ArgumentError: Names what is not known, and what it might be.
     """
-    takes_any = step is not None and step.is_open(inspect.Parameter.VAR_KEYWORD)
     for name in options:
-        if name in known or takes_any or (step is not None and name in step.parameters):
+        if name in known or (step is not None and step.takes(name)):
             continue
         if name in _NOT_TAKEN:
             raise ArgumentError(f"jdelta does not take jax.jit's {name}: {_NOT_TAKEN[name]}.")
-        matches = difflib.get_close_matches(name, ("budget", *known), n=1)
-        maybe = f"did you mean {matches[0]}?" if matches else f"there are {', '.join(known)}."
         whose = f" nor an argument of {step.name}" if step is not None else ""
-        raise ArgumentError(f"{name!r} is no option of jdelta{whose}: {maybe}")
+        raise ArgumentError(f"{name!r} is no option of jdelta{whose}: {_meant(name, known, step)}")
+
+
+def _meant(name: str, known: Sequence[str], step: Jitted | None) -> str:
+    """What to write in place of an option that there is not."""
+    if name in _ALL_ARGUMENTS and step is not None:
+        return (
+            "the step's arguments follow the budget, each by itself: "
+            f"jdelta.plan({step.name}, budget, {', '.join(step.positions) or '*args'})."
+        )
+    begun = [option for option in known if option.startswith(f"{name}_")]
+    close = difflib.get_close_matches(name, ("budget", *known), n=1, cutoff=_CLOSE)
+    if matches := begun or close:
+        return f"did you mean {matches[0]}?"
+    return f"there are {', '.join(known)}."
 
 
 def check_kind(step: Jitted, option: str, value: Any, kinds: Sequence[Any], expected: str) -> None:

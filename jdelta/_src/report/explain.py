@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from jdelta._src.backends.target import Target, published
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
 from jdelta._src.plan.record import PlanRecord
-from jdelta._src.report.table import NO_ROWS, Row, rows
+from jdelta._src.report.table import Row, rows
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.items import Items, items_of
 from jdelta._src.residuals.links import offload_refusal
-from jdelta._src.residuals.pins import Pins, fitting
+from jdelta._src.residuals.pins import Pins, fitting, meant
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.sizes import format_array, format_bytes, format_seconds, format_some
 from jdelta._src.solver import DEFAULT_SOLVER, SOLVERS
@@ -52,6 +52,8 @@ class Explanation:
             ``turning`` is what the default solver says; empty otherwise.
         is_nested: Whether it enters a region and earlier regions compute it again. How often they
             do depends on the others, so only the plan's overhead has these seconds.
+        is_refusal_told: Whether an explanation in front of it has the same refusal, so that its
+            text leaves it out.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Explanation:
     turning: int | None
     unknown_solver: str = ""
     is_nested: bool = False
+    is_refusal_told: bool = False
 
     def __str__(self) -> str:
         """The explanation in sentences."""
@@ -92,7 +95,8 @@ class Explanation:
             yield "  recompute: by earlier regions; the plan's overhead has the seconds"
         else:
             yield f"  recompute: {format_seconds(self.recompute)}{after}"
-        yield f"  offload: {self._offload()}"
+        if not self.is_refusal_told:
+            yield f"  offload: {self._offload()}"
         yield f"  {self._turning()}"
         if self.unknown_solver and not self.pinned:
             yield f"  So says {DEFAULT_SOLVER}: no file can hold the plan's {self.unknown_solver}."
@@ -138,14 +142,22 @@ def explain(plan: PlanRecord, name: str) -> tuple[Explanation, ...]:
     residuals, pinned = plan.answer.residuals, dict(plan.answer.pinned)
     matches = fitting(residuals, name)
     if not matches:
-        known = ", ".join(r.label for r in residuals[:8])
-        hint = f"It has {known}… (print it to see all)" if known else NO_ROWS
-        raise PlanMismatchError(f"The plan has no residual called {name!r}. {hint}")
+        raise PlanMismatchError(
+            f"The plan has no residual called {name!r}; {meant(residuals, name)}"
+        )
     where = _Explaining(plan, published(plan.question.target))
     by_hand = [r for r in matches if r.name in pinned]
     others = [r for r in matches if r.name not in pinned]
     explained = rows(by_hand, plan.decisions) + rows(others, plan.decisions)
-    return tuple(map(where.row, explained))
+    return tuple(_refused_once(map(where.row, explained)))
+
+
+def _refused_once(explanations: Iterable[Explanation]) -> Iterator[Explanation]:
+    """Explanations of which each refusal is told by the first that has it."""
+    told: set[str] = set()
+    for explanation in explanations:
+        yield replace(explanation, is_refusal_told=explanation.refusal in told)
+        told |= {explanation.refusal} - {""}
 
 
 class _Explaining:

@@ -314,7 +314,7 @@ def _rest(table: Sequence[Row], visible: Sequence[Row], what: str = "") -> str:
     rows_left = f"… and {count} more row{'' if count == 1 else 's'} ({size})"
     if not count:
         return ""
-    return f"{rows_left}: {what}" if what else f"{rows_left}; more of them in plan.report(path)"
+    return f"{rows_left}: {what}" if what else f"{rows_left}; more of them: plan.report(path)"
 
 
 def cells(row: Row) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
 from jdelta._src.residuals.links import Link
 from jdelta._src.residuals.residual import Residual
+from jdelta._src.sizes import format_some
 from jdelta._src.solver.problem import AWAY
 
 _NO_NAMES: Mapping[str, Sequence[str]] = MappingProxyType({})
@@ -70,6 +72,25 @@ def fitting(
     return next(filter(None, matches), [])
 
 
+def meant(residuals: Sequence[Residual], name: str) -> str:
+    """What may be meant by a name that no residual has: ``did you mean 'LM/h_1/*'?``.
+
+    Args:
+        residuals: The residuals.
+        name: A name, or a pattern.
+    """
+    if not residuals:
+        return "the step keeps nothing for a backward pass, so there are none"
+    labels = [r.label for r in residuals]
+    begun = name.rstrip("/")
+    patterns = f"{begun}/*", f"*/{name}", f"*/{begun}/*"
+    alike = (pattern for pattern in patterns if fitting(residuals, pattern))
+    likely = next(alike, next(iter(difflib.get_close_matches(name, labels, n=1)), None))
+    if likely:
+        return f"did you mean {likely!r}? plan.decisions has all names"
+    return f"there are {format_some(labels, 8)} (plan.decisions has all)"
+
+
 def _fits(r: Residual, pattern: str) -> bool:
     return fnmatch.fnmatchcase(r.name, pattern) or fnmatch.fnmatchcase(r.label, pattern)
 
@@ -111,7 +132,7 @@ def _pinnable(
         raise PlanMismatchError(
             f"pin: {pattern!r} is no residual: {why}"
             if why
-            else f"pin: no residual is called {pattern!r}; {_names(residuals)}"
+            else f"pin: no residual is called {pattern!r}; {meant(residuals, pattern)}"
         )
     if decision is Decision.RECOMPUTE:
         fit = [r for r in fit if not r.region_input]
@@ -122,13 +143,6 @@ def _pinnable(
             "fit, a plan drops it by itself)"
         )
     return fit
-
-
-def _names(residuals: Sequence[Residual]) -> str:
-    if not residuals:
-        return "the step keeps nothing for a backward pass, so there are none"
-    shown = ", ".join(r.label for r in residuals[:8])
-    return f"there are {shown}… (print a plan to see all)"
 
 
 def _check_order(

@@ -145,19 +145,6 @@ class Compiles:
             compiled=program.compiled,
         )
 
-    def with_executable(self, step: Step, candidate: CompiledCandidate) -> CompiledCandidate:
-        """A candidate whose measurement came from disk, compiled all the same."""
-        emission = candidate.emission
-        _LOG.info("compiling the plan, %s when it was measured", format_bytes(candidate.peak))
-        compiled, measurement = measure(
-            emission.lower(),
-            step.target,
-            emission.options,
-            computed=emission.computed,
-            executable=True,
-        )
-        return replace(candidate, compiled=compiled, measurement=measurement)
-
     def _announce(self, step: Step, candidate: Candidate) -> None:
         """Say in the log what is compiled now."""
         _LOG.info(
@@ -187,6 +174,20 @@ class Compiles:
             if peak <= bound and grouping in (None, plan[0])
         )
         return min(fitting, key=lambda plan: plan.overhead, default=None)
+
+
+def with_executable(step: Step, candidate: CompiledCandidate) -> CompiledCandidate:
+    """A candidate whose measurement came from disk, compiled all the same."""
+    emission = candidate.emission
+    _LOG.info("compiling the plan, %s when it was measured", format_bytes(candidate.peak))
+    compiled, measurement = measure(
+        emission.lower(),
+        step.target,
+        emission.options,
+        computed=emission.computed,
+        executable=True,
+    )
+    return replace(candidate, compiled=compiled, measurement=measurement)
 
 
 class Correction:

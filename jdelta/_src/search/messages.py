@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -130,10 +131,16 @@ def nothing_kept(
     if uncut := proposals.trace.uncut:
         return TraceError(f"{needed} {uncut}", floor=plain.peak)
     advice = donation(plain.emission.timeline.graph, proposals.step, plain.peak)
+    trace = proposals.trace
+    reason = (
+        "It keeps nothing for a backward pass, so there is nothing to recompute or to move: "
+        if trace.automatic or trace.regions
+        else "Nothing is differentiated in it, and jdelta plans whole training steps, with "
+        "jax.grad or jax.value_and_grad inside. If it is to have no gradient, "
+    )
     return BudgetError(
-        f"{needed} It keeps nothing for a backward pass, so there is nothing to recompute or to "
-        f"move: raise the budget, {f'donate {advice}, ' if advice else ''}or give the step less at "
-        f"once (a smaller batch, or a jax.lax.map with batch_size=).{_makeup(plain)}",
+        f"{needed} {reason}raise the budget, {f'donate {advice}, ' if advice else ''}or give the "
+        f"step less at once (a smaller batch, or a jax.lax.map with batch_size=).{_makeup(plain)}",
         floor=plain.peak,
         budget=bound,
         ceiling=plain.peak,
@@ -217,11 +224,16 @@ def _upgrade() -> str:
 
 
 def _largest(candidate: CompiledCandidate) -> str:
-    """What is alive at the simulated peak, and what its operation takes itself, for messages."""
+    """What is alive at the simulated peak, and what its operation takes itself, for messages.
+
+    But for what is larger than all temporaries of the compiled program: the compiler makes no such
+    value.
+    """
     timeline = candidate.emission.timeline
-    alive = timeline.alive(timeline.peak_index)[:4]
-    rows = [described(timeline, v) for v in alive]
-    if timeline.peak_workspace:
+    room = candidate.measurement.temporaries if _parts(candidate) else math.inf
+    values, alive = timeline.graph.values, timeline.alive(timeline.peak_index)
+    rows = [described(timeline, v) for v in alive if values[v].bytes <= room][:4]
+    if 0 < timeline.peak_workspace <= room:
         rows.insert(0, _itself(timeline))
     return f"the largest temporaries are {', '.join(rows)}" if rows else ""
 

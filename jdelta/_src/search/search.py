@@ -6,6 +6,8 @@ import functools
 import math
 from dataclasses import replace
 
+import jax
+
 from jdelta._src.decision import Decision
 from jdelta._src.errors import BudgetError
 from jdelta._src.estimate.seconds import program_seconds
@@ -19,7 +21,7 @@ from jdelta._src.search.attempts import Attempts
 from jdelta._src.search.candidate import Candidate, CompiledCandidate, Found
 from jdelta._src.search.filling import filled
 from jdelta._src.search.floor import fitting_floor, settled_floor
-from jdelta._src.search.history import Compiles, Correction, History
+from jdelta._src.search.history import Compiles, Correction, History, with_executable
 from jdelta._src.search.messages import above_plain, grown, nothing_kept, too_small
 from jdelta._src.search.propose import Proposals
 from jdelta._src.sizes import Budget, format_bytes
@@ -35,6 +37,24 @@ SMALL = 1500
 SHORT = 8 << 20
 """Bytes of a compiled program up to which the same holds: a TPU's compiler took 20 to 90 s for four
 small steps with 11 to 16 MiB of code, and 5 s or so below 6 MiB (rows of `programs`)."""
+
+
+def executable(step: Step, outcome: Found) -> jax.stages.Compiled | None:
+    """The plan that was found, compiled now if its measurement came from disk.
+
+    Args:
+        step: The step that it was found for.
+        outcome: What was found.
+
+    Raises:
+        BudgetError: Compiled once more the plan takes more than the measurement kept on disk.
+    """
+    best = outcome.best
+    if best.compiled is None:
+        best = with_executable(step, best)
+    if best.peak > outcome.budget:
+        raise grown(outcome.budget, outcome.best, best)
+    return best.compiled
 
 
 class Search:
@@ -232,19 +252,6 @@ class Search:
         )
         settled = replace(settled, compiles=compiles.count)
         return rules.with_lower_floor(settled, proposals.least_predicted())
-
-    def ready(self, outcome: Found) -> CompiledCandidate:
-        """The plan that was found, with its executable where it is to run on attached devices.
-
-        Raises:
-            BudgetError: Compiled once more the plan takes more than the measurement kept on disk.
-        """
-        if outcome.best.compiled is not None or self.step.target.ahead_of_time:
-            return outcome.best
-        best = self.attempts.compiles.with_executable(self.step, outcome.best)
-        if best.peak > outcome.budget:
-            raise grown(outcome.budget, outcome.best, best)
-        return best
 
     def own_recompute(self) -> float:
         """Seconds that the user's own ``jax.checkpoint`` adds to the plain step."""

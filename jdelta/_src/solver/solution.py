@@ -12,7 +12,9 @@ from jdelta._src.solver.problem import Problem
 class Outcome(enum.Enum):
     """How a search ended; the value says what it means and what to do about it."""
 
-    OPTIMAL = "No other decisions that fit cost less, up to the solver's stated gap."
+    OPTIMAL = (
+        "No other decisions that fit are predicted to cost less, up to the solver's stated gap."
+    )
 
     HEURISTIC = (
         "The decisions fit and are the best that a heuristic found; "
