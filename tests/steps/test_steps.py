@@ -39,7 +39,7 @@ STEPS = {
     "gpt2 unrolled": {"name": "gpt2", "layers": 2},
     "gpt2 scanned": {"name": "gpt2", "scan": True},
     "bert-base": {"name": "bert-base", "layers": 2},
-    "resnet50": {"name": "resnet50", "stages": (1, 2, 1)},
+    "resnet50": {"name": "resnet50", "stages": (1, 2)},
     "vit-b": {"name": "vit-b", "layers": 2},
     "llama scanned": {"name": "llama", "scan": True},
 }
