@@ -1,5 +1,6 @@
 """What JAX and XLA are told before anything is compiled, for all tests alike."""
 
+import contextlib
 import gc
 import os
 import tempfile
@@ -7,6 +8,7 @@ import tempfile
 import jax
 import pytest
 
+from jdelta._src.cache import cache_dir
 from tests.flags import flags
 
 # Tracing makes millions of objects that live as long as it does: collecting seldom saves a tenth.
@@ -38,13 +40,19 @@ jax.config.update(EFFORT, LEAST)
 
 # A program that one test compiles is not compiled again for another, nor by another process. What
 # was kept on disk before, by another revision maybe, is not read.
+# What is built of C++ is: its name says of which sources, and building takes half a minute.
+_native = cache_dir() / "native"
 _own = dict[str, tempfile.TemporaryDirectory]()
 for _variable in ("JAX_COMPILATION_CACHE_DIR", "JDELTA_CACHE_DIR"):
     if _variable not in os.environ:
         _own[_variable] = tempfile.TemporaryDirectory(prefix="tests-")
         os.environ[_variable] = _own[_variable].name
+        if _variable == "JDELTA_CACHE_DIR":
+            with contextlib.suppress(OSError):
+                _native.mkdir(parents=True, exist_ok=True)
+                (cache_dir() / "native").symlink_to(_native)
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)  # to write takes time too
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 2)  # to write takes time too
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 

@@ -20,7 +20,7 @@ def run(job, arguments, **environment):
     with socket.socket() as taken:
         taken.bind(("localhost", 0))
         address = f"localhost:{taken.getsockname()[1]}"
-    env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), **environment}
+    env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", job, address, str(number), *map(str, own)],

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-LAYERS, ROWS, WIDTH, HIDDEN, EXPERTS = 4, 512, 64, 256, 4
+LAYERS, ROWS, WIDTH, HIDDEN, EXPERTS = 3, 512, 64, 256, 4
 RATE = 0.1
 
 

@@ -16,6 +16,8 @@ from tests.frameworks import mean_square
 from tests.rules import bell, soft
 
 ROWS, WIDTH, LAYERS = 4, 6, 4
+UNROLLED = 3
+"""Of them, where each is traced."""
 KEY = jax.random.key(5)
 
 
@@ -297,7 +299,7 @@ def unit(ops, w, x):
 
 def unrolled(unit, ws, x):
     total = 0.0
-    for i in range(LAYERS):
+    for i in range(UNROLLED):
         x, aux = unit(jax.tree.map(lambda w, i=i: w[i], ws), x)
         total += jnp.sum(aux["side"][:, 0] * aux["place"])
     return x, total
@@ -346,7 +348,7 @@ def every_second(unit, ws, x):
 def checkpointed(unit, ws, x):
     """Every second unit has a checkpoint of the user's own."""
     ways, total = (unit, jax.checkpoint(unit)), 0.0
-    for i in range(LAYERS):
+    for i in range(UNROLLED):
         x, aux = ways[i % 2](jax.tree.map(lambda w, i=i: w[i], ws), x)
         total += jnp.sum(aux["side"][:, 0] * aux["place"])
     return x, total

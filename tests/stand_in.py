@@ -1,6 +1,7 @@
 """A stand-in for the compiler: it lowers a program to what is known of it, and measures nothing."""
 
 import dataclasses
+import functools
 
 from jdelta._src.backends.chips import Rates
 from jdelta._src.hlo.measure import Measurement
@@ -19,6 +20,32 @@ def lowering_to_itself(step, policy):
 def saying_what_is_predicted(emission, *_, **__):
     """In the place of `measure`: the peak is the simulated one, and there is no program."""
     return None, dataclasses.replace(EXACT, peak=emission.simulated)
+
+
+class Later:
+    """In the place of a lowered and of a compiled program: one that is compiled if it is called."""
+
+    def __init__(self, emission):
+        self.compiled = functools.cache(lambda: emission.lower().compile())
+        self.measured = dataclasses.replace(EXACT, peak=emission.simulated)
+
+    def __call__(self, *args):
+        return self.compiled()(*args)
+
+
+def lowering_later(step, policy):
+    """In the place of `emit`: what is lowered is a `Later`."""
+    emission = emit(step, policy)
+    later = Later(emission)
+    return dataclasses.replace(emission, lower=lambda: later)
+
+
+def compiled_when_called(monkeypatch, emitted=lowering_later):
+    """Have each program take what is predicted of it, and compile those that are run."""
+    monkeypatch.setattr("jdelta._src.search.propose.emit", emitted)
+    monkeypatch.setattr(
+        "jdelta._src.search.history.measure", lambda later, *_, **__: (later, later.measured)
+    )
 
 
 def in_place_of_the_compiler(monkeypatch):

@@ -1,11 +1,10 @@
 """What enters regions and is dropped: numbers, what is computed how often, what is held."""
 
-import itertools
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 
 import jdelta
@@ -14,6 +13,7 @@ from jdelta._src.backends.target import resolve
 from jdelta._src.passes.recompute import with_recompute
 from jdelta._src.regions.trace import trace
 from jdelta._src.residuals.region_inputs import with_region_inputs
+from tests.crossed import crossed
 from tests.passes.test_recompute import STEPS, WS, X, layer, mean, other, policy_of
 
 TARGET = resolve("cpu")
@@ -80,20 +80,28 @@ def results(step_trace, levels):
 ORDERS = {"held": lambda i, n: 1, "nested": lambda i, n: n - i, "in halves": lambda i, n: i % 2 + 1}
 
 
-@pytest.mark.parametrize("name", [*STEPS, *MORE])
-def test_results_are_those_of_the_step(name):
-    step = {**STEPS, **MORE}[name]
-    step_trace = trace(step, WS, X)
-    names = droppable(step_trace)
-    expected = jax.tree.leaves(jax.jit(step)(WS, X))
-    for some, order in itertools.product((names, names[::2]), ORDERS.values()):
-        levels = {n: order(i, len(some)) for i, n in enumerate(some)}
-        for a, b in zip(results(step_trace, levels), expected, strict=True):
+@functools.cache
+def traced(name):
+    """The trace of a step, and what of it can be dropped."""
+    step_trace = trace({**STEPS, **MORE}[name], WS, X)
+    return step_trace, droppable(step_trace)
+
+
+@crossed(name=[*STEPS, *MORE], every=[1, 2])
+def test_results_are_those_of_the_step(name, every):
+    """Where several orders say the same, as of a single name, it runs once."""
+    step_trace, names = traced(name)
+    some = names[::every]
+    expected = jax.tree.leaves(jax.jit({**STEPS, **MORE}[name])(WS, X))
+    all_levels = {tuple(order(i, len(some)) for i in range(len(some))) for order in ORDERS.values()}
+    for levels in all_levels:
+        got = results(step_trace, dict(zip(some, levels, strict=True)))
+        for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_most_steps_have_something_to_drop():
-    with_some = {n for n, step in {**STEPS, **MORE}.items() if droppable(trace(step, WS, X))}
+    with_some = {name for name in (*STEPS, *MORE) if traced(name)[1]}
     assert with_some >= {"unrolled", "two in an iteration", "micro-batches", "two losses", *MORE}
     assert "scanned" not in with_some  # what enters an iteration another one has made
 

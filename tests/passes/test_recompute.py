@@ -138,6 +138,18 @@ STEPS = {
 }
 
 
+@functools.cache
+def traced(name):
+    """The trace of a step, which every policy starts from."""
+    return trace(STEPS[name], WS, X)
+
+
+@functools.cache
+def results_of(name):
+    """What the step itself gives."""
+    return jax.tree.leaves(jax.jit(STEPS[name])(WS, X))
+
+
 def policy_of(step_trace, target=TARGET, **decided):
     """All that is called so is kept, or put away; the rest is computed again."""
     names = {
@@ -166,11 +178,13 @@ DECISIONS = {
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("decided", DECISIONS)
 def test_results_are_those_of_the_step(name, decided):
-    program = written(STEPS[name], **DECISIONS[decided])
+    step_trace = traced(name)
+    program = with_recompute(
+        step_trace.recorded.program, policy_of(step_trace, **DECISIONS[decided])
+    )
     assert program is not None
     got = jax.jit(lambda *args: _jax.evaluate(program, *args))(WS, X)
-    expected = jax.tree.leaves(jax.jit(STEPS[name])(WS, X))
-    for a, b in zip(got, expected, strict=True):
+    for a, b in zip(got, results_of(name), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -178,7 +192,7 @@ def test_results_are_those_of_the_step(name, decided):
 @pytest.mark.parametrize("decided", DECISIONS)
 def test_it_is_the_program_that_jax_makes(name, decided):
     """By what it computes once and again; it takes no more."""
-    step_trace = trace(STEPS[name], WS, X)
+    step_trace = traced(name)
     policy = policy_of(step_trace, **DECISIONS[decided])
     args = TARGET.abstract((WS, X))
     by_jax = Step(STEPS[name], args, (), TARGET, step_trace.aliases, step_trace.automatic)

@@ -13,7 +13,7 @@ import pytest
 import jdelta
 from benchmarks.compilers.offload import by_hand, queries, shapes, size, stack
 from benchmarks.compilers.offload import layer as stack_layer
-from benchmarks.models import find
+from benchmarks.models import build, find
 from jdelta import BudgetError, Decision
 from jdelta._src import _jax
 from jdelta._src._jax import transfers
@@ -32,6 +32,7 @@ from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import NO_PINS
 from jdelta._src.residuals.region_inputs import with_region_inputs
 from tests.compilers import TARGETS, needs_cuda
+from tests.crossed import crossed
 
 TARGET = resolve("tpu:v5e:2x2")
 FAST = dataclasses.replace(TARGET.rates, device_to_host=1e15, host_to_device=1e15)
@@ -438,20 +439,15 @@ def test_a_loop_may_fetch_nothing_but_what_all_its_iterations_read(platform):
     np.testing.assert_allclose(result, step(*args), rtol=2e-5)
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize(
-    ("model", "scan"),
-    [
-        ("gpt2", False),
-        ("gpt2", True),
-        pytest.param("bert-base", False, marks=pytest.mark.full),
-        ("llama", True),
-        pytest.param("t5-large", True, marks=pytest.mark.full),
-    ],
-)
-def test_models_train_the_same_with_everything_offloaded(model, scan, platform):
-    config = dataclasses.replace(find(model).small(), scan=scan, layers=3)
-    case = config.case(model, jdelta.remat)
+MODELS = {
+    "gpt2-unrolled": {"name": "gpt2", "layers": 2},
+    "gpt2-scanned": {"name": "gpt2", "layers": 3, "scan": True},
+    "llama-scanned": {"name": "llama", "layers": 3, "scan": True},
+}
+
+
+def trains_the_same_with_everything_offloaded(model, platform):
+    case = build(**model, small=True, remat=jdelta.remat)
     state, batch = case.init(0)
     staged, gone = offloading(case.grads, (state, batch), ("*",))
     assert gone > 10
@@ -461,6 +457,19 @@ def test_models_train_the_same_with_everything_offloaded(model, scan, platform):
     largest = max(float(abs(leaf).max()) for leaf in expected)
     for value, other in zip(results, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6 * largest)
+
+
+@crossed(model=MODELS, platform=["cuda", "tpu"])
+def test_models_train_the_same_with_everything_offloaded(model, platform):
+    trains_the_same_with_everything_offloaded(model, platform)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", ["bert-base", "t5-large"])
+def test_more_models_train_the_same_with_everything_offloaded(name, platform):
+    model = {"name": name, "layers": 3, "scan": name == "t5-large"}
+    trains_the_same_with_everything_offloaded(model, platform)
 
 
 @jdelta.remat

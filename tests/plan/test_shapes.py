@@ -11,6 +11,7 @@ import jdelta
 from jdelta import PlanMismatchError
 from jdelta._src.search import search
 from tests.frameworks import NnxStack, mean_square
+from tests.stand_in import compiled_when_called
 from tests.trainers import network, rows_of, weights
 
 WIDTH = 16
@@ -32,8 +33,9 @@ def arguments(rows=256):
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Counts the searches for a plan."""
+    """Counts the searches for a plan, which go by the simulation."""
     budgets = []
+    compiled_when_called(monkeypatch)
 
     class Counted(search.Search):
         def run(self, budget, *most):

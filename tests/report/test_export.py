@@ -12,7 +12,9 @@ import jdelta
 from jdelta import Decision
 from jdelta._src.report.export import FORMS
 from tests import small
+from tests.crossed import crossed
 from tests.stacks import kept
+from tests.stand_in import compiled_when_called
 from tests.versions import fails_in_jax_0_10_with_remat3
 
 PINS = {"*": "recompute", "*mlpwi*": "save"}
@@ -214,9 +216,9 @@ EVERY_POLICY = {
 }
 
 
-@pytest.mark.parametrize("policy", EVERY_POLICY)
-@pytest.mark.parametrize("name", STEPS)
-def test_every_policy_is_planned(name, policy):
+@crossed(name=list(STEPS), policy=list(EVERY_POLICY))
+def test_every_policy_is_planned(name, policy, monkeypatch):
+    compiled_when_called(monkeypatch)
     step, args = STEPS[name]()
     plan = jdelta.plan(step, None, *args, pin=EVERY_POLICY[policy])
     kept = {r.name for r in plan.residuals if not r.region_input} & {

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jdelta
 from jdelta import Decision, PlanMismatchError
+from tests.crossed import crossed
 from tests.stacks import scanned, unrolled
 
 WEIGHTS = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32)
@@ -67,11 +68,10 @@ LARGE = jax.ShapeDtypeStruct((3, 1024, 1024), jnp.float32), jax.ShapeDtypeStruct
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("mark", [jdelta.remat, lambda f: f], ids=["marked", "found"])
-@pytest.mark.parametrize("name", ["layer_in", "layer_out"])
+@crossed(mark={"marked": jdelta.remat, "found": lambda f: f}, name=["layer_in", "layer_out"])
 def test_what_a_loop_carries_goes_by_either_of_its_names(mark, name):
     step = step_of(scanned, mark(layer))
-    plan = planned(step, {name: "offload"}, *LARGE, target="tpu:v5e:2x2")
+    plan = planned(step, {"*": "recompute", name: "offload"}, *LARGE, target="tpu:v5e:2x2")
     (away,) = decided(plan, Decision.OFFLOAD)
     assert away.endswith("/layer_in")
     assert plan.host_bytes >= 3 * 1024 * 1024 * 4

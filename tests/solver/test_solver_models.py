@@ -12,6 +12,7 @@ from jdelta._src.solver import Knapsack, Milp, Solver
 from jdelta._src.solver import knapsack as knapsack_module
 from jdelta._src.solver.problem import AWAY, Item, Move, Problem
 from jdelta._src.solver.solution import Outcome
+from tests.crossed import crossed
 from tests.solver_problems import files, host
 from tests.solver_validate import validate
 
@@ -152,9 +153,9 @@ def test_host_capacity_with_a_quick_link(part: float, share_of_host: float):
     assert share(problem, heuristic.overhead, exact.overhead) >= 0.99
 
 
-@pytest.mark.parametrize("part", [0.1, 0.2, 0.5])
-@pytest.mark.parametrize(("room", "far"), [(0.1, 0.5), (0.3, 0.5), (0.05, 0.5), (0.05, 0.05)])
-def test_files_beside_the_host(part: float, room: float, far: float):
+@crossed(rooms=[(0.1, 0.5), (0.3, 0.5), (0.05, 0.5), (0.05, 0.05)], part=[0.1, 0.2, 0.5])
+def test_files_beside_the_host(part: float, rooms: tuple[float, float]):
+    room, far = rooms
     items = transformer(12, 25e9, 6e9)
     total, seconds = sum(i.bytes for i in items), sum(i.seconds for i in items)
     links = host(room * total, seconds, 2 * seconds) + files(far * total, seconds, 2 * seconds)
@@ -169,8 +170,7 @@ def test_files_beside_the_host(part: float, room: float, far: float):
     assert heuristic.overhead < Knapsack().solve(host_only).overhead
 
 
-@pytest.mark.parametrize("share_of_step", [0.05, 0.3, 1.0])
-@pytest.mark.parametrize("part", [0.05, 0.1, 0.3])
+@crossed(part=[0.05, 0.1, 0.3], share_of_step=[0.05, 0.3, 1.0])
 def test_links_that_take_little(part: float, share_of_step: float):
     """The worst that was found is 0.992, with room for 5 % on the device too."""
     items = transformer(12, 25e9, 6e9)

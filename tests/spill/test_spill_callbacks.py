@@ -27,8 +27,8 @@ from tests.compilers import TARGETS
 from tests.spilling import Device, check, flow, network
 
 DEVICES = 2
-PIN = {"block/dot_general": "spill", "*mul_3": "save"}
-UNROLLED = {"block_[01]/dot_general": "spill", "*mul_3": "save"}
+PIN = {"*": "save", "block/dot_general": "spill"}
+UNROLLED = {"*": "save", "block_[01]/dot_general": "spill"}
 
 
 def curve(x):
@@ -147,7 +147,7 @@ def test_a_tpu_holds_less(tmp_path, monkeypatch):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
 
     def planned(decision):
-        options = {"target": TARGETS[0], "pin": {"block/dot_general": decision, "*mul_3": "save"}}
+        options = {"target": TARGETS[0], "pin": {"*": "save", "block/dot_general": decision}}
         return jdelta.plan(step, None, *shapes, spill=str(tmp_path), **options)
 
     kept, spilled = planned("save"), planned("spill")

@@ -238,8 +238,11 @@ def jacobian_step(unit):
 MAKERS = [hvp_step, reverse_hvp_step, per_example_step, penalty_step, jacobian_step]
 
 
-@pytest.mark.parametrize("mark", [jdelta.remat, lambda f: f], ids=["marked", "found"])
-@crossed(make=MAKERS, decide=[keep, drop, on_device])
+@crossed(
+    make=MAKERS,
+    mark={"marked": jdelta.remat, "found": lambda f: f},
+    decide=[keep, drop, on_device],
+)
 def test_steps(make, mark, decide):
     step = make(mark(unit))
     step_trace, _, decisions = decided(step, decide, W)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.compiler
 
 
 MLP = {"name": "mlp", "batch": 32768}
+SHALLOW = {**MLP, "layers": 4}
 AWAY = {"layer/tanh": "offload", "layer/exp": "offload"}
 LAYERS, ROWS, WIDTH = 8, 16384, 1024
 GPT2 = {"name": "gpt2", "scan": True, "batch": 4, "length": 512}
@@ -57,7 +58,7 @@ def planned_scan(target, **options):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("step", "share"), [(MLP, 0.8), pytest.param(GPT2, 0.5, marks=pytest.mark.full)]
+    ("step", "share"), [(SHALLOW, 0.8), pytest.param(GPT2, 0.5, marks=pytest.mark.full)]
 )
 def test_the_compiled_peak_is_within_the_budget_and_near_the_prediction(step, share, target):
     plan = planned(step, share, target)
@@ -77,13 +78,13 @@ def test_the_compiled_peak_is_within_the_budget_and_near_the_prediction(step, sh
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_floor_without_offload_is_that_of_recompute_by_hand(target):
     with pytest.raises(BudgetError, match="every residual recomputed the step") as caught:
-        planned(MLP, "3GiB", target, host_budget=0, per_layer=False)
+        planned(SHALLOW, "1.5GiB", target, host_budget=0, per_layer=False)
     where = resolve(target)
-    by_hand = build(**MLP, remat=checkpoint("mlp"))
+    by_hand = build(**SHALLOW, remat=checkpoint("mlp"))
     placed = where.abstract((by_hand.state, by_hand.batch))
     traced = jax.jit(by_hand.step, donate_argnums=0).trace(*placed)
     _, measured = measure(traced.lower(lowering_platforms=(where.platform,)), where)
-    assert measured.peak > 3 * 2**30
+    assert measured.peak > 1.5 * 2**30
     assert measured.peak == pytest.approx(caught.value.floor, rel=0.02)
 
 
@@ -147,7 +148,7 @@ def test_host_bytes_are_the_planned_ones(target):
             planned_scan(target, pin=AWAY)
         assert "jaxlib" in refusal
         return
-    plan = planned_scan(target, pin=AWAY)
+    plan = planned_scan(target, pin={"*": "recompute", **AWAY})
     names = {name for name, d in plan.decisions.items() if d is Decision.OFFLOAD}
     assert names == set(AWAY)
     assert plan.host_bytes == sum(r.bytes for r in plan.residuals if r.name in names)

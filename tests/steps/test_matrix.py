@@ -13,11 +13,10 @@ EVERY = pytest.mark.parametrize(("framework", "scan", "marks"), matrix.ROWS)
 
 
 def marks_of(framework, scan, marks):
-    """By default a TPU's compiler is asked about two frameworks, marked and not."""
+    """By default a TPU's compiler is asked about one; marked layers are in `test_trainers.py`."""
     if not scan:
         return [needs_cuda]
-    by_default = {"plain JAX": "marked", "Flax NNX": "nothing marked"}
-    return [] if marks == by_default.get(framework) else [pytest.mark.full]
+    return [] if (framework, marks) == ("Flax NNX", "nothing marked") else [pytest.mark.full]
 
 
 def written():

@@ -54,10 +54,19 @@ RECOMPUTED = [
 SCANNED = ["nano", "bert-base", "vit-b", "llama", "mixtral", "t5-large"]
 
 
+FEWER = {"nano": 2, "mlp": 3}
+"""Layers of unrolled models, for speed: they have four and eight."""
+
+
+def build(name, scan, **options):
+    """A small case."""
+    return models.build(name, small=True, scan=scan, layers=FEWER.get(name), **options)
+
+
 @functools.cache
 def draw(name, scan):
     """State and batch of a small case."""
-    return jax.jit(models.build(name, small=True, scan=scan).init)(0)
+    return jax.jit(build(name, scan).init)(0)
 
 
 def shapes(name, **options):
@@ -99,7 +108,7 @@ def test_small_keeps_structure(name):
 
 @pytest.mark.parametrize(("name", "scan"), TRAINED)
 def test_loss_falls(name, scan):
-    case = models.build(name, small=True, scan=scan, **quiet(name))
+    case = build(name, scan, **quiet(name))
     state, batch = draw(name, scan)
     step = jax.jit(case.step)
     losses = []
@@ -122,8 +131,8 @@ def checkpoints(fun, *args):
 
 @pytest.mark.parametrize(("name", "scan"), RECOMPUTED)
 def test_recompute_changes_nothing(name, scan):
-    plain = models.build(name, small=True, scan=scan)
-    recomputed = models.build(name, small=True, scan=scan, remat=models.checkpoint(name))
+    plain = build(name, scan)
+    recomputed = build(name, scan, remat=models.checkpoint(name))
     assert jax.tree.structure(recomputed.state) == jax.tree.structure(plain.state)
     state, batch = draw(name, scan)
     assert_close(jax.jit(recomputed.grads)(state, batch), jax.jit(plain.grads)(state, batch))
@@ -131,8 +140,7 @@ def test_recompute_changes_nothing(name, scan):
 
 
 def test_scan_changes_nothing():
-    scanned = models.build("nano", small=True, scan=True, dropout=0.0)
-    unrolled = models.build("nano", small=True, dropout=0.0)
+    scanned, unrolled = (build("nano", scan, dropout=0.0) for scan in (True, False))
     state, batch = draw("nano", scan=False)
     expected = jax.jit(unrolled.loss)(state, batch)
     stacked = state._replace(params=stack(state.params))
@@ -141,9 +149,8 @@ def test_scan_changes_nothing():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_span_changes_nothing(name):
-    options = {"small": True, "scan": True, **quiet(name)}
-    plain = models.build(name, **options)
-    nested = models.build(name, **options, span=2, remat=models.checkpoint(name))
+    plain = build(name, True, **quiet(name))
+    nested = build(name, True, **quiet(name), span=2, remat=models.checkpoint(name))
     assert checkpoints(nested.loss, nested.state, nested.batch) == 2
     state, batch = draw(name, True)
     loss, grads = jax.jit(plain.grads)(state, batch)
@@ -166,7 +173,7 @@ def stack(params):
 
 
 def test_dropout_depends_on_step():
-    case = models.build("nano", small=True)
+    case = build("nano", scan=False)
     state, batch = draw("nano", scan=False)
     loss = jax.jit(case.loss)
     later = state._replace(step=state.step + 1)

@@ -5,19 +5,16 @@ peaks are as promised is for the tests of random steps and, with all of XLA's op
 other devices, for `python -m benchmarks run programs`.
 """
 
-import dataclasses
-import functools
-
 import jax
 import numpy as np
 import pytest
 
 import jdelta
-from jdelta._src.passes.emit import emit
 from jdelta._src.regions.trace import trace
 from tests.flags import flags
+from tests.planning import QUICK
 from tests.programs import PROGRAMS, unmarked
-from tests.stand_in import EXACT
+from tests.stand_in import compiled_when_called, lowering_later
 
 SHARE = 0.5
 """Of the bytes that are freed if everything is recomputed: what the budget leaves."""
@@ -39,16 +36,11 @@ def program(request, monkeypatch):
     def emitted(step, policy):
         key = step.grouping, step.automatic, step.outside, policy
         if key not in emissions:
-            emission = emit(step, policy)
-            later = Later(emission)
-            emissions[key] = dataclasses.replace(emission, lower=lambda: later)
+            emissions[key] = lowering_later(step, policy)
         return emissions[key]
 
     monkeypatch.setattr("jdelta._src.api.planning.trace", traced)
-    monkeypatch.setattr("jdelta._src.search.propose.emit", emitted)
-    monkeypatch.setattr(
-        "jdelta._src.search.history.measure", lambda later, *_, **__: (later, later.measured)
-    )
+    compiled_when_called(monkeypatch, emitted)
     # What is simulated only to use more of a budget would take much of the time.
     monkeypatch.setattr("jdelta._src.search.propose.MOST_TRACES", 2)
     entry = PROGRAMS[request.param]
@@ -56,17 +48,6 @@ def program(request, monkeypatch):
         pytest.skip(f"needs jax {entry.since}")
     with entry.around(), flags(jax_disable_most_optimizations=True):
         yield entry
-
-
-class Later:
-    """In the place of a lowered and of a compiled program: one that is compiled if it is called."""
-
-    def __init__(self, emission):
-        self.compiled = functools.cache(lambda: emission.lower().compile())
-        self.measured = dataclasses.replace(EXACT, peak=emission.simulated)
-
-    def __call__(self, *args):
-        return self.compiled()(*args)
 
 
 def plain(program):
@@ -107,7 +88,8 @@ def is_float(x):
 def planned(program, budget, **options):
     """A plan, and what the step gives under it."""
     step, args = program.make(program.small, unmarked)
-    plan = jdelta.plan(step, budget, *args, **dict(program.options), **options)
+    options = dict(program.options) | options
+    plan = jdelta.plan(step, budget, *args, solver=QUICK, **options)
     return plan, plan.jit()(*args)
 
 

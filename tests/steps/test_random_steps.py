@@ -90,8 +90,9 @@ def test_results_equal_the_plain_step(layers):
         expected = jax.jit(step_of(dataclasses.replace(form, marked=False), None))(*args)
         step = step_of(form, jdelta.remat)
         step_trace, by_name = planned(step, args, decisions, pins)
-        planned_step = under(step_trace, by_name, step)
-        check(jax.jit(planned_step)(*args), expected)
+        staged = jax.make_jaxpr(under(step_trace, by_name, step))(*args)
+        flat = jax.tree.leaves(args)
+        check(jax.jit(functools.partial(_jax.evaluate, staged))(*flat), expected)
         policy = Policy.of(by_name, step_trace.loops, TARGET.backend)
         placed = TARGET.abstract(args)
         emit(
@@ -101,15 +102,14 @@ def test_results_equal_the_plain_step(layers):
         written = with_recompute(step_trace.recorded.program, policy)
         if written is not None:  # what plans are made of
             evaluated = functools.partial(_jax.evaluate, written)
-            check(jax.jit(evaluated)(*jax.tree.leaves(args)), expected)
-        staged = jax.make_jaxpr(planned_step)(*args)
+            check(jax.jit(evaluated)(*flat), expected)
         for backend in BACKENDS.values():
             program = Program(staged)
             context = Context(backend, TARGET.rates, offloads=bool(policy.offloaded))
             other = timed(program, context)
             if other is not program:
                 moved = jax.jit(functools.partial(_jax.evaluate, other.jaxpr))
-                check(moved(*jax.tree.leaves(args)), expected)
+                check(moved(*flat), expected)
 
     run()
 

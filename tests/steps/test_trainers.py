@@ -1,5 +1,6 @@
 """What trainers do, under plans: equal steps, exactly the planned residuals, memory as compiled."""
 
+import functools
 import math
 from collections import Counter
 
@@ -152,12 +153,12 @@ def test_weights_that_a_loop_carries_enter_no_region():
     assert {(r.count, r.repeats, r.loops) for r in entering} == {(1, STEPS, 0)}
 
 
-def unrolled_steps(rows, width, remat=jdelta.remat):
+def unrolled_steps(rows, width, remat=jdelta.remat, layers=LAYERS):
     """Several steps in one loop, layers unrolled in each."""
     unit = remat(layer)
 
     def loss(ws, x):
-        for i in range(LAYERS):
+        for i in range(layers):
             x = unit(x, jax.tree.map(lambda w, i=i: w[i], ws))
         return mean_square(x)
 
@@ -168,7 +169,8 @@ def unrolled_steps(rows, width, remat=jdelta.remat):
 
         return jax.lax.scan(one, ws, xs)
 
-    return step, (weights(width), jnp.stack([rows_of(rows, width)] * STEPS))
+    ws = jax.tree.map(lambda w: w[:layers], weights(width))
+    return step, (ws, jnp.stack([rows_of(rows, width)] * STEPS))
 
 
 def checkpoints(jaxpr):
@@ -276,7 +278,7 @@ SCANNED = [
     "host state",
     "streamed weights",
 ]
-COMPILED = ("accumulation", "batch statistics", "host state")
+COMPILED = ("accumulation", "host state")
 """By default for a TPU; on CPUs all are compiled, in `test_jit_within_a_budget`."""
 
 
@@ -322,14 +324,20 @@ def test_offload_beside_state_on_the_host():
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("make", [TRAINERS["accumulation"], unrolled_steps], ids=["scan", "loop"])
-def test_offload_in_a_loop_around_the_gradient(make, target):
+@pytest.mark.parametrize(
+    ("make", "layers"),
+    [
+        pytest.param(TRAINERS["accumulation"], LAYERS, id="scan"),
+        pytest.param(functools.partial(unrolled_steps, layers=4), 4, id="loop"),
+    ],
+)
+def test_offload_in_a_loop_around_the_gradient(make, layers, target):
     rows = 4096 * (MICRO if make is TRAINERS["accumulation"] else 1)
     step, args = make(rows, 512, jdelta.remat)
-    pin = {"*/dot_general": "offload", "*/tanh*": "recompute", "*/mul*": "recompute"}
+    pin = {"*": "recompute", "*/dot_general": "offload"}
     plan = jdelta.plan(step, 1.0, *args, target=target, donate_argnums=0, pin=pin)
     away = [r for r in plan.residuals if plan.decisions[r.name] is Decision.OFFLOAD]
-    pinned = [r for r in away if r.name.endswith("/dot_general")]  # others may have to go, too
-    assert sum(r.bytes for r in pinned) == LAYERS * 4096 * 512 * 4  # of one iteration
+    assert all(r.name.endswith("/dot_general") for r in away)
+    assert sum(r.bytes for r in away) == layers * 4096 * 512 * 4  # of one iteration
     assert plan.host_bytes == sum(r.bytes for r in away)
     assert plan.compiled_peak < plan.ceiling
