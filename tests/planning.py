@@ -14,9 +14,6 @@ from jdelta._src.residuals.pins import NO_PINS
 from jdelta._src.residuals.residual import residuals
 from jdelta._src.solver import Knapsack
 
-QUICK = Knapsack(prices=8, rounds=0)
-"""Where any decisions do, the first that come: to improve them takes a tenth of the time."""
-
 
 def planned(step, share, *args, grouping=AS_WRITTEN):
     """The step's regions, and decisions that keep `share` of all residual bytes."""
@@ -26,7 +23,7 @@ def planned(step, share, *args, grouping=AS_WRITTEN):
     items = items_of(priced, target, 0.0, NO_PINS)
     capacity = share * sum(item.bytes for item in items.problem.items if item.needed)
     problem = dataclasses.replace(items.problem, capacity=capacity)
-    return step_trace, items.decisions(QUICK.solve(problem).decisions)
+    return step_trace, items.decisions(Knapsack().solve(problem).decisions)
 
 
 def decided(step, decide, *args):

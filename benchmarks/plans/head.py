@@ -1,59 +1,60 @@
 """What the head and the loss in pieces spare of a step, and what they cost.
 
-*logits* are the bytes of one array of them, on one device. The budget is the plain step's compiled
-peak less 80 % of that. *pieces* is the most that the plan makes. *alone* is the least peak that a
-plan without pieces reaches in that step (`per_layer=False`), where it does not reach the budget.
-*+* is what the compiled instructions of the planned program take more than those of the plain step:
-with the pieces' own cost is what the plan recomputes otherwise.
+*logits* are the bytes of one array of them, on one device. *whole* is the least peak that a plan
+reaches with the head as it is (`per_layer=False`). The budget is that less 80 % of the logits, so
+that a plan with pieces has to meet it; *pieces* is the most that it makes. *+* is what the compiled
+instructions of its program take more than those of the plan with the whole head: a TPU's by the
+cycles that its compiler notes, a GPU's by the roofline.
 
     python -m benchmarks run head --target cuda:h100
 """
 
 from collections.abc import Sequence
 
-import jdelta
 from benchmarks import cases, steps, study
 from benchmarks.steps import REGIONS
 from benchmarks.study import Job, Row, Study, mib, share
 from jdelta._src.regions.head_axes import large_head
 
 SPARED = 0.8
-"""Of the bytes of the logits: what the budget takes from the plain step's peak."""
+"""Of the bytes of the logits: how far the budget is below the least peak with a whole head."""
 
 STEPS = ("gpt2 batch 32 scanned", "llama with 256,000 words scanned")
-HEADS = "step target plain logits budget peak pieces alone +".split()
+HEADS = "step target logits whole budget peak pieces +".split()
+TOO_SMALL = 1024  # bytes; a budget that no step fits
 
 
 def row(step: str, target: str) -> Row:
-    """Plans one step in which nothing is marked, with the head in pieces and without."""
+    """Plans one step in which nothing is marked, with the whole head and in pieces."""
     case = steps.build(step, remat=REGIONS["found"])
-    plain = cases.traced(case, target)
-    head = large_head(plain.graph)
+    options = {"host_budget": 0}
+    head = large_head(cases.traced(case, target).graph)
     assert head is not None, f"{step} has no head"
-    budget = int(plain.measured.peak - SPARED * head.bytes)
-    figures, plan = cases.plan(case, budget, target, host_budget=0)
-    added = cases.planned(case, plan).added(plain) if plan else None
-    alone, _ = cases.plan(case, budget, target, host_budget=0, per_layer=False)
-    pieces = plan.grouping.pieces if isinstance(plan, jdelta.Plan) else 0
-    return {
-        "plain": plain.measured.peak,
-        "logits": head.bytes,
-        "plan": figures,
-        "pieces": pieces,
-        "alone": alone,
-        "added": added,
-    }
+    least, _ = cases.plan(case, TOO_SMALL, target, **options, per_layer=False)
+    whole, with_whole = cases.plan(case, least["floor"], target, **options, per_layer=False)
+    budget = int(least["floor"] - SPARED * head.bytes)
+    figures, plan = cases.plan(case, budget, target, **options)
+    row: Row = {"logits": head.bytes, "whole": whole, "plan": figures}
+    if plan and with_whole:
+        row["pieces"] = plan.grouping.pieces
+        row["added"] = _added(cases.planned(case, plan), cases.planned(case, with_whole))
+    return row
+
+
+def _added(program: cases.Program, other: cases.Program) -> float:
+    """What a program takes more than another by its compiled instructions, as a part of that."""
+    kind = "cycles" if other.scheduled["cycles"] else "scheduled"
+    return program.scheduled[kind] / other.scheduled[kind] - 1
 
 
 def cells(r: Row) -> list[str]:
     """One line of the table; sizes in MiB."""
-    plan, alone = r["plan"], r["alone"]
-    begun = [r["step"], r["target"], mib(r["plain"]), mib(r["logits"])]
-    least = mib(alone["floor"]) if "error" in alone else "fits"
-    if "error" in plan:
-        return [*begun, "", "below floor", "", least, ""]
-    sizes = [mib(plan["budget"]), mib(plan["compiled_peak"])]
-    return [*begun, *sizes, str(r["pieces"] or ""), least, share(r["added"], 1)]
+    plan, whole = r["plan"], r["whole"]
+    peak = whole.get("compiled_peak", whole["floor"])
+    begun = [r["step"], r["target"], mib(r["logits"]), mib(peak), mib(plan["budget"])]
+    if "added" not in r:
+        return [*begun, "below floor", "", ""]
+    return [*begun, mib(plan["compiled_peak"]), str(r["pieces"] or ""), share(r["added"], 1)]
 
 
 def tables(rows: list[Row]) -> str:

@@ -12,7 +12,6 @@ import pytest
 import jdelta
 from jdelta._src.regions.trace import trace
 from tests.flags import flags
-from tests.planning import QUICK
 from tests.programs import PROGRAMS, unmarked
 from tests.stand_in import compiled_when_called, lowering_later
 
@@ -89,7 +88,7 @@ def planned(program, budget, **options):
     """A plan, and what the step gives under it."""
     step, args = program.make(program.small, unmarked)
     options = dict(program.options) | options
-    plan = jdelta.plan(step, budget, *args, solver=QUICK, **options)
+    plan = jdelta.plan(step, budget, *args, **options)
     return plan, plan.jit()(*args)
 
 
