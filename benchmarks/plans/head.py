@@ -31,13 +31,13 @@ def row(step: str, target: str) -> Row:
     head = large_head(cases.traced(case, target).graph)
     assert head is not None, f"{step} has no head"
     least, _ = cases.plan(case, TOO_SMALL, target, **options, per_layer=False)
-    whole, with_whole = cases.plan(case, least["floor"], target, **options, per_layer=False)
+    reference, other = cases.plan(case, least["floor"], target, **options, per_layer=False)
     budget = int(least["floor"] - SPARED * head.bytes)
     figures, plan = cases.plan(case, budget, target, **options)
-    row: Row = {"logits": head.bytes, "whole": whole, "plan": figures}
-    if plan and with_whole:
+    row: Row = {"logits": head.bytes, "whole": reference, "plan": figures}
+    if plan and other:
         row["pieces"] = plan.grouping.pieces
-        row["added"] = _added(cases.planned(case, plan), cases.planned(case, with_whole))
+        row["added"] = _added(cases.planned(case, plan), cases.planned(case, other))
     return row
 
 
@@ -49,8 +49,8 @@ def _added(program: cases.Program, other: cases.Program) -> float:
 
 def cells(r: Row) -> list[str]:
     """One line of the table; sizes in MiB."""
-    plan, whole = r["plan"], r["whole"]
-    peak = whole.get("compiled_peak", whole["floor"])
+    plan, reference = r["plan"], r["whole"]
+    peak = reference.get("compiled_peak", reference["floor"])
     begun = [r["step"], r["target"], mib(r["logits"]), mib(peak), mib(plan["budget"])]
     if "added" not in r:
         return [*begun, "below floor", "", ""]

@@ -21,7 +21,7 @@ from jax import lax
 import jdelta
 from benchmarks import study
 from benchmarks.study import Job, Row, Study, mib, share
-from jdelta._src.solver.binomial import runs_again
+from jdelta._src.regions.binomial import runs_again
 
 SIDE = 512
 """Of a state: 512 × 512 of float32 are 1 MiB."""
@@ -79,12 +79,12 @@ def row(step: str, target: str, iterations: int, budget: str) -> Row:
     except jdelta.BudgetError as error:
         return {"error": str(error), "floor": error.floor}
     states = plan.grouping.states
-    again = runs_again(iterations, states) + iterations if states else 0
+    reruns = runs_again(iterations, states) + iterations if states else 0
     figures: Row = {
         "plain": plan.ceiling,
         "compiled_peak": plan.compiled_peak,
         "states": states,
-        "runs": 1 + again / iterations,
+        "runs": 1 + reruns / iterations,
         "overhead": plan.overhead,
         "step_seconds": plan.step_seconds,
     }

@@ -317,8 +317,8 @@ def test_tokens_that_are_cut_over_devices():
     placed = jax.tree.map(
         lambda p, place: jax.device_put(p, jax.NamedSharding(mesh, place)), params, places
     )
-    whole = jax.device_put(y, jax.NamedSharding(mesh, jax.P()))
-    plan = jdelta.plan(step, 0.5, placed, whole)
+    on_all = jax.device_put(y, jax.NamedSharding(mesh, jax.P()))
+    plan = jdelta.plan(step, 0.5, placed, on_all)
     assert plan.grouping.pieces
     assert plan.compiled_peak <= plan.budget
-    assert_equal(plan.jit()(placed, whole), jax.jit(step)(placed, whole))
+    assert_equal(plan.jit()(placed, on_all), jax.jit(step)(placed, on_all))

@@ -12,13 +12,14 @@ from jax import lax
 import jdelta
 from jdelta import BudgetError, PlanMismatchError
 from jdelta._src.backends.target import resolve
-from jdelta._src.estimate.seconds import program_seconds, rerun_seconds
+from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.program.loop_nest import walk
+from jdelta._src.regions.binomial import runs_again
 from jdelta._src.regions.find import tracing
 from jdelta._src.regions.long_loops import LONG, is_from_few_states
 from jdelta._src.regions.region import Grouping, Session
 from jdelta._src.regions.trace import trace
-from jdelta._src.solver.binomial import runs_again
+from jdelta._src.search.reruns import rerun_seconds
 from tests.compilers import TARGETS
 
 STEPS, WIDTH, ROWS = 100, 8, 4
@@ -307,9 +308,9 @@ def test_seconds_of_what_is_run_again():
     rates, backend = target.rates, target.backend
     plain = trace(time_step, *args).graph
     forward = next(op.body for op, _ in walk(plain) if op.primitive == "scan" and not op.backward)
-    again = runs_again(BIG, states) + BIG
+    reruns = runs_again(BIG, states) + BIG
     seconds = rerun_seconds(graph, states, rates, backend)
-    assert seconds == pytest.approx(again * program_seconds(forward, rates, backend), rel=0.5)
+    assert seconds == pytest.approx(reruns * program_seconds(forward, rates, backend), rel=0.5)
     assert rerun_seconds(plain, states, rates, backend) == 0.0
 
 

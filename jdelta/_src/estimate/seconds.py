@@ -22,10 +22,7 @@ from jdelta._src.estimate.collectives import collective_seconds
 from jdelta._src.estimate.flops import is_free, programs, work
 from jdelta._src.estimate.traffic import moved_bytes, spared_reads, stacked_bytes
 from jdelta._src.program.graph import Graph, Operation, graph_of
-from jdelta._src.program.loop_nest import walk
 from jdelta._src.program.primitives import BITS, MATMULS
-from jdelta._src.regions.long_loops import is_from_few_states
-from jdelta._src.solver.binomial import runs_again
 
 _REFERENCES = frozenset("get swap addupdate program_id num_programs".split())
 """What a kernel reads and writes its blocks with: counted with its operands."""
@@ -170,27 +167,6 @@ def _each(
         operation_seconds(graph, op, roots, rates, backend, spared.get(index, frozenset()))
         for index, op in enumerate(graph.operations)
     ]
-
-
-def rerun_seconds(graph: Graph, states: int, rates: Rates, backend: Backend) -> float:
-    """Seconds that long loops take for the iterations that they run again.
-
-    How often a loop of the backward pass runs is not in the program; the schedule says it.
-
-    Args:
-        graph: The step, traced with few states of its long loops.
-        states: How many of them are kept at a time.
-        rates: Rates of the target.
-        backend: Compiler and devices of the target.
-    """
-    seconds = 0.0
-    for loop, nest in walk(graph):
-        if loop.body is not None and loop.equation and is_from_few_states(loop.equation):
-            runs = [op.body for op in loop.body.operations if op.primitive == "while" and op.body]
-            each = program_seconds(runs[-1], rates, backend)  # up to the iteration itself
-            again = runs_again(loop.trips, min(states, loop.trips))
-            seconds += nest.trips * (again + loop.trips) * each
-    return seconds
 
 
 def program_seconds(graph: Graph, rates: Rates, backend: Backend) -> float:

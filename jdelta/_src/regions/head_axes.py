@@ -93,14 +93,14 @@ def large_head(graph: Graph) -> LargeHead | None:
     largest = max(products, key=lambda op: graph.values[op.outputs[0]].bytes, default=None)
     if largest is None:
         return None
-    made, read = graph.values[largest.outputs[0]], graph.values[largest.inputs[0]]
-    if made.bytes < MANY * read.bytes:
+    logits, read = graph.values[largest.outputs[0]], graph.values[largest.inputs[0]]
+    if logits.bytes < MANY * read.bytes:
         return None
     (contracting, _), (batch, _) = largest.params["dimension_numbers"]
     free = [i for i in range(len(read.shape)) if i not in contracting and i not in batch]
     if any(read.local[i] != read.shape[i] for i in free):
         return None
-    return LargeHead(made.bytes, math.prod(read.shape[i] for i in free))
+    return LargeHead(logits.bytes, math.prod(read.shape[i] for i in free))
 
 
 def head_product(program: Jaxpr) -> int | None:
@@ -281,8 +281,8 @@ class _Cut:
         of_tokens = [v for v in computed if v in later and v in self.axes]
         rows = sorted(of_tokens, key=self.makers.__getitem__)
         sums = [v for v in self.sums if v in later]
-        made = sum(map(_jax.bytes_of, rows))
-        if made > sum(map(_jax.bytes_of, self.sliced)):
+        size = sum(map(_jax.bytes_of, rows))
+        if size > sum(map(_jax.bytes_of, self.sliced)):
             raise _WholeError("the logits are a result")
         reached = self._moving(eqns)
         moving = [i for i, v in enumerate(sums) if v in reached]

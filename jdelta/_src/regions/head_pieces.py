@@ -120,10 +120,10 @@ class _Work:
                 full = list(own)
                 for i, x in zip(which, some, strict=True):
                     full[i] = x
-                made = _jax.evaluate(head.piece, *full)
-                return made[head.moving], made
+                outputs = _jax.evaluate(head.piece, *full)
+                return outputs[head.moving], outputs
 
-            total, pull, made = jax.vjp(of_moving, *(own[i] for i in which), has_aux=True)
+            total, pull, outputs = jax.vjp(of_moving, *(own[i] for i in which), has_aux=True)
             added = pull(jnp.ones_like(total))
             derivatives = [
                 self._put(old, new, head.axes[i], number)
@@ -131,7 +131,7 @@ class _Work:
                 else old + new.astype(old.dtype)
                 for i, old, new in zip(which, derivatives, added, strict=True)
             ]
-            return (self._added(results, made, number), derivatives), None
+            return (self._added(results, outputs, number), derivatives), None
 
         begun = [
             jnp.zeros(args[i].shape, args[i].dtype if i < count else _wide(args[i].dtype))
@@ -172,19 +172,19 @@ class _Work:
         results = [*self.head.sums, *(v for v, _ in self.head.rows)]
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in results]
 
-    def _added(self, results: Sequence[Any], made: Sequence[Any], number: Any) -> list[Any]:
+    def _added(self, results: Sequence[Any], parts: Sequence[Any], number: Any) -> list[Any]:
         """The results with those of one more piece."""
         count = len(self.head.sums)
-        sums = [a + b for a, b in zip(results[:count], made[:count], strict=True)]
+        sums = [a + b for a, b in zip(results[:count], parts[:count], strict=True)]
         axes = [axis for _, axis in self.head.rows]
         rows = [
             self._put(old, new, axis, number)
-            for old, new, axis in zip(results[count:], made[count:], axes, strict=True)
+            for old, new, axis in zip(results[count:], parts[count:], axes, strict=True)
         ]
         return [*sums, *rows]
 
-    def _put(self, whole: Any, part: Any, axis: int, number: Any) -> Any:
-        return lax.dynamic_update_slice_in_dim(whole, part, number * part.shape[axis], axis)
+    def _put(self, array: Any, part: Any, axis: int, number: Any) -> Any:
+        return lax.dynamic_update_slice_in_dim(array, part, number * part.shape[axis], axis)
 
 
 def _wide(dtype: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A loop keeps what enters each of its iterations, at least: 10,000 states of 1 MiB are 10 GiB. Here
 it keeps as many as it is told at a time, and runs again what is between them, by the schedule with
-the fewest steps (``solver/binomial.py``). The backward pass is a loop over the iterations from the
+the fewest steps (``regions/binomial.py``). The backward pass is a loop over the iterations from the
 last to the first. Each takes the last state kept before it, keeps some on the way, and is
 differentiated by itself: what one iteration makes is in memory only then.
 """
@@ -23,8 +23,8 @@ from jax.custom_derivatives import SymbolicZero
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr
 from jdelta._src.program.hlo_names import mark
+from jdelta._src.regions.binomial import Binomial, Turn
 from jdelta._src.regions.region import Session, inside_region
-from jdelta._src.solver.binomial import Binomial, Turn
 
 LONG = 64
 """Iterations from which on a loop is long: one over time. Models have fewer layers."""
@@ -231,20 +231,20 @@ class _Run:
         ends, stacks = self.split(cotangents)
         places, numbers = map(jnp.asarray, self.loop.keeps())
 
-        def again(step: Any, carry: Any) -> Any:
+        def rerun(step: Any, carry: Any) -> Any:
             row = _at(rows, self.loop.row(step))
             return self.split(_jax.evaluate(self.body, *consts, *carry, *row))[0]
 
         def keep(number: Any, state: Any) -> Any:
             carry, begin, slots = state
-            carry = lax.fori_loop(begin, places[number], again, carry)
+            carry = lax.fori_loop(begin, places[number], rerun, carry)
             return carry, places[number], _put(slots, numbers[number], carry)
 
         def turn(state: Any, at: Any) -> Any:
             slots, ends, sums = state
             (step, slot, begin, first, last), row, of_results = at
             carry, begin, slots = lax.fori_loop(first, last, keep, (_at(slots, slot), begin, slots))
-            carry = lax.fori_loop(begin, step, again, carry)
+            carry = lax.fori_loop(begin, step, rerun, carry)
             pulled = self._pulled([*consts, *carry, *row], which, ends, of_results)
             added, ends, of_row = map(_present, self.parts(pulled))
             sums = [a + b for a, b in zip(sums, added, strict=True)]

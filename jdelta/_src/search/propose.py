@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from jdelta._src.decision import Decision
 from jdelta._src.errors import OffloadError, PlanMismatchError, SpillError
-from jdelta._src.estimate.seconds import program_seconds, rerun_seconds
+from jdelta._src.estimate.seconds import program_seconds
 from jdelta._src.passes.emit import Emission, Step, emit
 from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import Trace
@@ -19,6 +19,7 @@ from jdelta._src.search.bracket import Ends, Proposal, between_larger, quickest
 from jdelta._src.search.candidate import Candidate, CompiledCandidate
 from jdelta._src.search.chain import Chain, chain_of
 from jdelta._src.search.history import Correction
+from jdelta._src.search.reruns import rerun_seconds
 from jdelta._src.search.rules import saved_bytes
 from jdelta._src.solver.base import Solver
 from jdelta._src.solver.problem import Problem

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jdelta._src.decision import Decision
+from jdelta._src.regions.binomial import repeats
 from jdelta._src.regions.cut import Cuts
 from jdelta._src.regions.head_axes import LargeHead
 from jdelta._src.regions.region import Grouping
@@ -24,7 +25,6 @@ from jdelta._src.search.candidate import (
     Refused,
 )
 from jdelta._src.solver.base import Solver
-from jdelta._src.solver.binomial import repeats
 
 MAY_FIT = 1.15
 """Times the budget that the plain step may take by the simulation and still be compiled. That was

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from jdelta._src.solver.binomial import Binomial, repeats, runs_again, split, steps
+from jdelta._src.regions.binomial import Binomial, repeats, runs_again, split, steps
 
 MOST, SLOTS = 40, 8
 
