@@ -257,16 +257,16 @@ class Planning:
             least, more = self._fewest_states(first)
             if least.trace.fingerprint == first.trace.fingerprint:  # no loop can be run so
                 return
-            fewest, excess = least.step.grouping.states, 0
+            fewest, goal = least.step.grouping.states, AIM * bound
             each = (more.expected_floor - least.expected_floor) / fewest
             for _ in range(MOST_STATES):
-                room = (AIM * bound - excess - least.expected_floor) / each if each > 0 else longest
+                room = (goal - least.expected_floor) / each if each > 0 else longest
                 states = fewest + math.floor(min(room, longest - fewest))
                 if states <= fewest:
                     break
                 search = self._search(Grouping(1, states=states), first)
                 yield search
-                excess += max(1, search.excess)
+                goal -= max(each, search.least_peak - AIM * bound)
             yield least
 
     def _fewest_states(self, first: Search) -> tuple[Search, Search]:

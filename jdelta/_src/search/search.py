@@ -183,9 +183,9 @@ class Search:
         return self.proposals.expected(self.proposals.floor())
 
     @property
-    def excess(self) -> int:
-        """Bytes by which the last program took more than was predicted; 0 if it took less."""
-        return max((c.peak - c.predicted for c in self.attempts.plans[-1:]), default=0)
+    def least_peak(self) -> int:
+        """The least compiled peak of a plan of this search, bytes; 0 where none was compiled."""
+        return min((plan.peak for plan in self.attempts.plans), default=0)
 
     def promises(self, peak: int) -> bool:
         """Whether the floor may be below a peak, by its prediction."""
