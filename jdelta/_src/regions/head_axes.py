@@ -72,7 +72,7 @@ class Head:
 
 @dataclass(frozen=True)
 class LargeHead:
-    """The largest product of a step that makes much more than it reads of the tokens.
+    """The last product of a step that makes much more than it reads of the tokens.
 
     Attributes:
         bytes: Of what it makes, on one device.
@@ -89,14 +89,14 @@ def large_head(graph: Graph) -> LargeHead | None:
     Returns:
         None without one, and where tokens are cut over devices: a piece would be gathered.
     """
-    products = (op for op in graph.operations if op.primitive == "dot_general" and not op.backward)
-    largest = max(products, key=lambda op: graph.values[op.outputs[0]].bytes, default=None)
-    if largest is None:
+    products = [op for op in graph.operations if op.primitive == "dot_general" and not op.backward]
+    sizes = [value.bytes for value in graph.values]
+    large = [op for op in products if sizes[op.outputs[0]] >= MANY * sizes[op.inputs[0]] > 0]
+    if not large:
         return None
-    logits, read = graph.values[largest.outputs[0]], graph.values[largest.inputs[0]]
-    if logits.bytes < MANY * read.bytes:
-        return None
-    (contracting, _), (batch, _) = largest.params["dimension_numbers"]
+    last = large[-1]
+    logits, read = graph.values[last.outputs[0]], graph.values[last.inputs[0]]
+    (contracting, _), (batch, _) = last.params["dimension_numbers"]
     free = [i for i in range(len(read.shape)) if i not in contracting and i not in batch]
     if any(read.local[i] != read.shape[i] for i in free):
         return None
@@ -104,19 +104,18 @@ def large_head(graph: Graph) -> LargeHead | None:
 
 
 def head_product(program: Jaxpr) -> int | None:
-    """The number of the product that makes the logits: the largest result; None without one.
+    """The number of the product that makes the logits; None without one.
 
-    It makes much more than it reads of the tokens, and is no part of a model that goes on: that is
-    for ``head_of`` to find out.
+    It is the last that makes much more than it reads of the tokens. Whether it is part of a model
+    that goes on, ``head_of`` finds out.
     """
-    eqns = _jax.open_jaxpr(program).eqns
-    products = [i for i, eqn in enumerate(eqns) if eqn.primitive.name == "dot_general"]
-    largest = max(products, key=lambda i: _jax.bytes_of(eqns[i].outvars[0]), default=None)
-    if largest is None:
-        return None
-    eqn = eqns[largest]
-    read = next((_jax.bytes_of(v) for v in eqn.invars[:1] if _jax.is_var(v)), 0)
-    return largest if _jax.bytes_of(eqn.outvars[0]) >= MANY * read > 0 else None
+    large = (
+        i
+        for i, eqn in enumerate(_jax.open_jaxpr(program).eqns)
+        if eqn.primitive.name == "dot_general" and _jax.is_var(eqn.invars[0])
+        if _jax.bytes_of(eqn.outvars[0]) >= MANY * _jax.bytes_of(eqn.invars[0]) > 0
+    )
+    return max(large, default=None)
 
 
 def head_of(program: Jaxpr, most: int) -> Head | None:
@@ -205,10 +204,11 @@ class _Cut:
                 is_linear = sum(behind) == 1
             case "div":
                 is_linear = behind == [True, False]
-            case "add" | "sub" | "add_any" | "neg" | "reduce_precision" | "copy":
+            case "add" | "sub" | "add_any" | "neg" | "copy":
                 is_linear = all(behind)
             case "convert_element_type":
-                is_linear = all(map(_jax.is_inexact, (*eqn.invars, *eqn.outvars)))
+                before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+                is_linear = np.promote_types(before, after) == after  # else pieces are rounded
             case _:
                 is_linear = False
         return all_sums and is_linear

@@ -103,7 +103,7 @@ class _Work:
                 results, _jax.evaluate(self.head.piece, *self._of(args, number)), number
             )
 
-        return lax.fori_loop(0, self.head.pieces, step, self._begun())
+        return self._ended(lax.fori_loop(0, self.head.pieces, step, self._begun()))
 
     def with_derivatives(
         self, args: Sequence[Any], moving: Sequence[bool]
@@ -141,7 +141,7 @@ class _Work:
         (results, derivatives), _ = lax.scan(step, (self._begun(), begun), numbers)
         known = dict(zip(which, derivatives, strict=True))
         kept = [known[i].astype(args[i].dtype) if i in known else None for i in range(len(args))]
-        return results, kept
+        return self._ended(results), kept
 
     def multiplied(self, kept: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
         """The cotangents of the arguments.
@@ -168,14 +168,20 @@ class _Work:
         return [*parts, *args[count:]]
 
     def _begun(self) -> list[Any]:
-        """The results before the first piece."""
-        results = [*self.head.sums, *(v for v, _ in self.head.rows)]
-        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in results]
+        """The results before the first piece; sums in a type wide enough to add to."""
+        sums = [jnp.zeros(v.aval.shape, _wide(v.aval.dtype)) for v in self.head.sums]
+        return [*sums, *(jnp.zeros(v.aval.shape, v.aval.dtype) for v, _ in self.head.rows)]
+
+    def _ended(self, results: Sequence[Any]) -> list[Any]:
+        """The results after the last piece, in their own types."""
+        types = [v.aval.dtype for v in (*self.head.sums, *(v for v, _ in self.head.rows))]
+        return [x.astype(dtype) for x, dtype in zip(results, types, strict=True)]
 
     def _added(self, results: Sequence[Any], parts: Sequence[Any], number: Any) -> list[Any]:
         """The results with those of one more piece."""
         count = len(self.head.sums)
-        sums = [a + b for a, b in zip(results[:count], parts[:count], strict=True)]
+        pairs = zip(results[:count], parts[:count], strict=True)
+        sums = [total + part.astype(total.dtype) for total, part in pairs]
         axes = [axis for _, axis in self.head.rows]
         rows = [
             self._put(old, new, axis, number)
@@ -188,5 +194,6 @@ class _Work:
 
 
 def _wide(dtype: Any) -> Any:
-    """The type that derivatives of weights are added up in."""
-    return jnp.promote_types(dtype, jnp.float32)
+    """The type that sums, and derivatives of weights, of a type are added up in."""
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.promote_types(dtype, jnp.float32) if is_inexact else dtype
