@@ -177,7 +177,7 @@ def test_floors_are_reached_and_above_nothing(part, plan, monkeypatch):
     monkeypatch.setattr("jdelta._src.search.history.measure", said)
     half = plan()
     assert 0 < half.floor <= half.compiled_peak <= half.budget < half.ceiling
-    assert not half.estimates
+    assert "ceiling" not in half.estimates  # that of recompute across regions may be predicted
     least = jdelta.plan(step, 0.6, *ARGS, target=TARGET, host_budget=0, pin={"*": "recompute"})
     assert half.floor <= least.compiled_peak
 

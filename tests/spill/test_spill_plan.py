@@ -464,7 +464,7 @@ def test_what_the_program_does_not_write_and_read_is_an_error(breaks, spill, mon
     with pytest.raises(SpillError, match=says):
         jdelta.plan(step, None, *args, spill=spill, pin=pin | DROP)
     with pytest.raises(SpillError, match=says):  # a plan from elsewhere, compiled here
-        dataclasses.replace(good, _compiled=None).jit(step)(*args)
+        dataclasses.replace(good, _compiled=None, _call=None).jit(step)(*args)
 
 
 def test_what_nobody_reads_is_not_missed(spill):
