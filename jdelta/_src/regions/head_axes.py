@@ -4,7 +4,7 @@ The head is the product that makes the logits, ``[batch, length, vocabulary]``; 
 few numbers of them: a loss for each token, then sums over all tokens. Each token's part is computed
 by itself, so some of the tokens may go through all of it before the others begin. Which axis of
 each value the tokens are along, a rule for each primitive says; a primitive without one keeps the
-head whole. No product but the head's own is in it.
+head whole.
 """
 
 from __future__ import annotations
@@ -378,7 +378,7 @@ def _pointwise_backward(cut: _Cut, eqn: Eqn, axis: int) -> None:
 
 
 def _product(cut: _Cut, eqn: Eqn) -> int:
-    """The head's own product: tokens are free in its first operand."""
+    """A product: tokens are free in its first operand, and its second is the same for all."""
     left, right = eqn.invars
     (contracting, _), (batch, _) = eqn.params["dimension_numbers"]
     axis = cut.axis(left)

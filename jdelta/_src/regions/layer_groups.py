@@ -26,7 +26,7 @@ from jax import lax
 
 from jdelta._src import _jax
 from jdelta._src.program.names import RegionName
-from jdelta._src.regions.long_loops import LONG, LongLoop, from_few_states
+from jdelta._src.regions.long_loops import LONG, LongLoop, as_carried, from_few_states
 from jdelta._src.regions.region import RegionPolicy, Session, is_inside
 
 
@@ -66,7 +66,7 @@ def grouped(
     looped = _looped(count, unroll)
     if looped < count and (carried := _carried_by(plain, session)) is not None:
         inside, outside = _parts(xs, looped, count, reverse)
-        carry, stacks = jax.tree.map(_cast, init, carried), list[Any]()
+        carry, stacks = jax.tree.map(as_carried, init, carried), list[Any]()
         if looped:
             carry, ys = scan(f, carry, inside, looped, reverse, unroll, **options)
             stacks.append(ys)
@@ -121,12 +121,6 @@ def _parts(xs: Any, looped: int, count: int, reverse: bool) -> tuple[Any, Any]:
         return jax.tree.map(lambda x: lax.slice_in_dim(x, *bounds), xs)
 
     return part(inside), part(outside)
-
-
-def _cast(x: Any, like: Any) -> Any:
-    """A carry in the type that the loop carries it in."""
-    is_weak = getattr(jax.typeof(x), "weak_type", False)
-    return lax.convert_element_type(x, like.dtype) if is_weak else x
 
 
 def _unstacked(rows: Any, count: int) -> list[Any]:

@@ -119,15 +119,13 @@ def from_few_states(
 
         def flat(carry: Any, row: Any) -> list[Any]:
             carry, results = f(carry, row)
-            return [*map(_cast, jax.tree.leaves(carry), types), *jax.tree.leaves(results)]
+            return [*map(as_carried, jax.tree.leaves(carry), types), *jax.tree.leaves(results)]
 
         closed, _ = _jax.stage(flat, carry, row)
     if trial.gradients or _jax.happens_once(_jax.open_jaxpr(closed)):
         return None
     consts = _jax.consts_of(closed)
-    begin = [
-        _cast(jnp.asarray(x), like) for x, like in zip(jax.tree.leaves(init), types, strict=True)
-    ]
+    begin = [jnp.asarray(x) for x in jax.tree.leaves(jax.tree.map(as_carried, init, carry))]
     run = _Run(_jax.hoist_consts(closed), len(consts), len(begin), loop, scan)
     ends, rows = run.split(run.differentiable()(*consts, *begin, *jax.tree.leaves(xs)))
     return jax.tree.unflatten(jax.tree.structure(carry), ends), jax.tree.unflatten(
@@ -296,9 +294,10 @@ class _Run:
         return list(results[: self.n_carry]), list(results[self.n_carry :])
 
 
-def _cast(x: Any, like: Any) -> Any:
+def as_carried(x: Any, like: Any) -> Any:
     """A value of the carry in the type that the loop carries it in."""
-    is_same = x.dtype == like.dtype and not getattr(jax.typeof(x), "weak_type", False)
+    kind = jax.typeof(x)
+    is_same = kind.dtype == like.dtype and not getattr(kind, "weak_type", False)
     return x if is_same else lax.convert_element_type(x, like.dtype)
 
 

@@ -104,7 +104,7 @@ class Search:
         is_rewritten = bool(grouping.states or grouping.pieces)
         self._as_written = before.trace if before and is_rewritten else trace
         if grouping.pieces:
-            seconds = self._seconds_of(trace) - self._seconds_of(self._as_written)
+            seconds = self._seconds_of(trace) - self.step_seconds
             self.proposals.extra_seconds += max(0.0, seconds)
 
     @property
@@ -259,7 +259,7 @@ class Search:
             return 0.0
         return max(0.0, self.proposals.seconds(self._plain) - self.step_seconds)
 
-    @property
+    @functools.cached_property
     def step_seconds(self) -> float:
         """Seconds of the step without any recompute."""
         return self._seconds_of(self._as_written)
