@@ -48,6 +48,8 @@ STEPS: dict[str, dict[str, Any]] = {
     "vit-b": {"name": "vit-b"},
     "mixtral batch 4 scanned": {"name": "mixtral", "scan": True, "batch": 4},
     "unet": {"name": "unet"},
+    "densenet121": {"name": "densenet121"},
+    "inception-v4": {"name": "inception-v4"},
     "gpt2 batch 32 scanned": {"name": "gpt2", "scan": True, "batch": 32, **HALF},
     "llama with 256,000 words scanned": {
         **{"name": "llama-160m", "scan": True, "layers": 4, "width": 2048, "hidden": 8192},

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from . import bert, gpt2, llama, mixtral, mlp, resnet, t5, unet, vit
+from . import bert, densenet, gpt2, inception, llama, mixtral, mlp, resnet, t5, unet, vit
 from .case import Case, State, identity
 
 __all__ = ["MODELS", "Case", "State", "build", "checkpoint", "find", "identity"]
@@ -25,6 +25,8 @@ MODELS: dict[str, Any] = {
     **mixtral.MODELS,
     **t5.MODELS,
     **unet.MODELS,
+    **densenet.MODELS,
+    **inception.MODELS,
 }
 
 

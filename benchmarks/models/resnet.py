@@ -44,35 +44,44 @@ class Config:
 
     def case(self, name: str, remat: Callable[[Any], Any]) -> Case:
         """The training step with `remat` around every bottleneck."""
-        model = ResNet(self, remat(Bottleneck))
-        image = self.length, self.length, 3
+        return image_case(name, ResNet(self, remat(Bottleneck)), self)
 
-        def variables(key):
-            drawn = model.init(key, jnp.zeros((1, *image)))
-            return drawn["params"], drawn["batch_stats"]
 
-        def batch(key):
-            image_key, label_key = jax.random.split(key)
-            return {
-                "images": jax.random.normal(image_key, (self.batch, *image)),
-                "labels": jax.random.randint(label_key, (self.batch,), 0, self.classes),
-            }
+def image_case(name: str, model: nn.Module, config: Any) -> Case:
+    """The usual training step of a network that classifies images.
 
-        def forward(params, stats, batch, key):
-            del key
-            logits, updated = model.apply(
-                {"params": params, "batch_stats": stats}, batch["images"], mutable=["batch_stats"]
-            )
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-            return losses.mean(), updated["batch_stats"]
+    Args:
+        name: Name of the case.
+        model: From images `[batch, side, side, 3]` to logits `[batch, classes]`, with statistics of
+            the batch.
+        config: Says `length`, `batch`, `classes` and `rate`.
+    """
+    image = config.length, config.length, 3
 
-        optimizer = optax.chain(
-            optax.add_decayed_weights(1e-4, mask=matrices),
-            optax.sgd(self.rate, momentum=0.9, nesterov=True),
+    def variables(key):
+        drawn = model.init(key, jnp.zeros((1, *image)))
+        return drawn["params"], drawn["batch_stats"]
+
+    def batch(key):
+        image_key, label_key = jax.random.split(key)
+        return {
+            "images": jax.random.normal(image_key, (config.batch, *image)),
+            "labels": jax.random.randint(label_key, (config.batch,), 0, config.classes),
+        }
+
+    def forward(params, stats, batch, key):
+        del key
+        logits, updated = model.apply(
+            {"params": params, "batch_stats": stats}, batch["images"], mutable=["batch_stats"]
         )
-        return make_case(
-            name, variables=variables, batch=batch, forward=forward, optimizer=optimizer
-        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+        return losses.mean(), updated["batch_stats"]
+
+    optimizer = optax.chain(
+        optax.add_decayed_weights(1e-4, mask=matrices),
+        optax.sgd(config.rate, momentum=0.9, nesterov=True),
+    )
+    return make_case(name, variables=variables, batch=batch, forward=forward, optimizer=optimizer)
 
 
 def layers(dtype: Any) -> tuple[Callable[..., nn.Conv], Callable[..., nn.BatchNorm]]:
