@@ -407,6 +407,14 @@ def test_every_step_gets_its_savings_and_deltas_also_the_papers():
     assert len(savings.jobs(["tiny"], ["cpu"], ["found"], ["total"])) == 4
 
 
+def test_steps_of_dtrs_evaluation_stand_beside_what_it_publishes():
+    asked = savings.jobs(["densenet121"], ["cpu"], ["found"])
+    assert [job.arguments["saving"] for job in asked] == [0.09, 0.27, 0.45, 0.61]
+    seconds = {"plain": {"price": {"seconds": 2.0}}, "plan": {"price": {"seconds": 2.5}}}
+    lines = savings.tables([{**job.key, **seconds} for job in asked]).splitlines()
+    assert lines[3] == "| densenet121 | cpu | found | 73% | 1.22 | 1.25 |"
+
+
 def test_largest_batch_by_every_method(monkeypatch):
     monkeypatch.setattr(largest, "RESOLUTION", 1)  # double only
     jobs = [{**STEP, "method": method, "memory": "8MiB"} for method in max_batch.METHODS]

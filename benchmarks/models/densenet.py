@@ -37,10 +37,8 @@ class Config:
     checkpoint = staticmethod(nn.remat)
 
     def small(self) -> "Config":
-        """The same structure in tiny widths and with few layers."""
-        return dataclasses.replace(
-            self, blocks=(2, 3), growth=4, classes=10, batch=4, length=32, rate=0.01
-        )
+        """The same structure in tiny widths."""
+        return dataclasses.replace(self, growth=4, classes=10, batch=4, length=32, rate=0.01)
 
     def case(self, name: str, remat: Callable[[Any], Any]) -> Case:
         """The training step with `remat` around every layer."""

@@ -4,8 +4,9 @@ For each step and target: the floor (the least compiled peak) with the predicted
 plans for less than the plain step's compiled peak, twice: "total" counts the whole peak, as budgets
 do; "activation" counts only what the plain step needs beside arguments and results
 (peak - arguments - outputs + aliased), which is what papers quote. The steps of DELTA's own
-evaluation also get its -72 %. Regions are those that the models mark, or found by jdelta. Seconds
-are predictions.
+evaluation also get its -72 %. Two convolutional networks get the parts of the plain peak at which
+DTR's paper (Kirisame et al. 2021) says how long they take. Regions are those that the
+models mark, or found by jdelta. Seconds are predictions.
 
     python -m benchmarks run savings --step resnet50 --target cuda:h100
 """
@@ -23,11 +24,17 @@ SAVINGS = (0.4, 0.5, 0.6, 0.7)
 DELTA = {"resnet50", "resnet101", "bert-large scanned", "bert-large unrolled"}
 THEIRS = 0.72
 PAPER = (*SAVINGS, THEIRS)
+DTR = {
+    "inception-v4": {0.89: 1.07, 0.72: 1.10, 0.55: 1.15, 0.38: 1.25},
+    "densenet121": {0.91: 1.16, 0.73: 1.22, 0.55: 1.29, 0.39: 1.52},
+}
+"""From a part of the plain peak to the seconds over the plain step's that DTR's paper publishes."""
 TOO_SMALL = 1024  # bytes; a budget that no step fits
 HEADS = [
     *"step target regions of plain least saved overhead".split(),
     *(f"-{saving:.0%}" for saving in PAPER),
 ]
+DTR_HEADS = ["step", "target", "regions", "memory", "DTR", "jdelta"]
 
 
 def row(
@@ -92,9 +99,21 @@ def overhead(r: Row) -> str:
 
 
 def tables(rows: list[Row]) -> str:
-    """The table of the docs: a line for all savings of a step, total or of its activations."""
-    lines = study.grouped(rows, "units").values()
-    return study.table(HEADS, (cells(line, of) for line in lines for of in KINDS[1:]), rows)
+    """The tables of the docs: all savings of a step in a line, and one for each point of DTR's."""
+    points = [r for r in rows if r["step"] in DTR]
+    others = [r for r in rows if r["step"] not in DTR]
+    lines = study.grouped(others, "units").values()
+    least = study.table(HEADS, (cells(line, of) for line in lines for of in KINDS[1:]), others)
+    return study.page([least, study.table(DTR_HEADS, map(point, points), points)])
+
+
+def point(r: Row) -> list[str]:
+    """The seconds of a step at a part of its plain peak over its own: DTR's, and the plan's."""
+    part = round(1 - r["saving"], 2)
+    plan, seconds = r["plan"], r["plain"]["price"]["seconds"]
+    ours = refusal(plan) if "error" in plan else f"{plan['price']['seconds'] / seconds:.2f}"
+    theirs = f"{DTR[r['step']][part]:.2f}"
+    return [r["step"], r["target"], r["units"], f"{part:.0%}", theirs, ours]
 
 
 def cells(rows: list[Row], of: str) -> list[str]:
@@ -115,19 +134,26 @@ def _added(r: Row | None) -> str:
 
 
 def jobs(
-    step: Sequence[str] = steps.PUBLISHED,
+    step: Sequence[str] = (*steps.PUBLISHED, *DTR),
     target: Sequence[str] = steps.FOUR_TARGETS,
     units: Sequence[str] = tuple(steps.REGIONS),
     of: Sequence[str] = KINDS,
     saving: Sequence[float] = PAPER,
 ) -> list[Job]:
-    """The floor has one row, with no saving; only the steps of DELTA's evaluation have its own."""
+    """The floor has one row, with no saving; steps of a paper's evaluation get its savings."""
     return [
         Job(job.label, {**job.arguments, "saving": part})
         for job in study.product(step, target, units=units, of=of)
-        for part in ((None,) if job.arguments["of"] == "floor" else saving)
-        if part != THEIRS or job.label in DELTA
+        for part in _savings(job.label, job.arguments["of"], saving)
     ]
+
+
+def _savings(step: str, of: str, asked: Sequence[float]) -> list[float | None]:
+    if step in DTR:
+        return [round(1 - part, 2) for part in DTR[step]] if of == "total" else []
+    if of == "floor":
+        return [None]
+    return [part for part in asked if part != THEIRS or step in DELTA]
 
 
 STUDY = Study(
