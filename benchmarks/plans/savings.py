@@ -83,7 +83,12 @@ def _budget(plain: Row, of: str, saving: float) -> int:
 def counted(r: Row) -> tuple[int, int]:
     """The plain peak and the plan's, bytes: total, or without what is resident."""
     resident = r["plain"]["resident"] if r["of"] == "activation" else 0
-    return r["plain"]["peak"] - resident, r["plan"]["compiled_peak"] - resident
+    return r["plain"]["peak"] - resident, _peak(r) - resident
+
+
+def _peak(r: Row) -> int:
+    """The plan's compiled peak, bytes; the floor of a budget that was refused."""
+    return r["plan"].get("compiled_peak", r["plan"]["floor"])
 
 
 def saved(r: Row) -> str:
@@ -93,7 +98,9 @@ def saved(r: Row) -> str:
 
 
 def overhead(r: Row) -> str:
-    """What the plan adds to the plain step's predicted seconds."""
+    """What the plan adds to the plain step's predicted seconds; empty where there is none."""
+    if "error" in r["plan"]:
+        return ""
     seconds = r["plain"]["price"]["seconds"]
     return share(r["plan"]["price"]["seconds"] - seconds, seconds)
 
@@ -118,8 +125,7 @@ def point(r: Row) -> list[str]:
 
 def cells(rows: list[Row], of: str) -> list[str]:
     """What the plans of one step save at most, and what each saving adds to its seconds."""
-    plans = (r for r in rows if "error" not in r["plan"])
-    least = {**min(plans, key=lambda r: r["plan"]["compiled_peak"]), "of": of}
+    least = {**min(rows, key=_peak), "of": of}
     added = {r["saving"]: r for r in rows if r["of"] == of}
     head = [least[k] for k in ("step", "target", "units", "of")]
     figures = [*map(mib, counted(least)), saved(least), overhead(least)]
