@@ -68,6 +68,7 @@ from jdelta._src._jax.equation import part_equations as part_equations
 from jdelta._src._jax.equation import rounding_equation as rounding_equation
 from jdelta._src._jax.equation import scan_counts as scan_counts
 from jdelta._src._jax.equation import scan_equation as scan_equation
+from jdelta._src._jax.equation import scattered_into_own_zeros as scattered_into_own_zeros
 from jdelta._src._jax.equation import stacked as stacked
 from jdelta._src._jax.equation import with_barriers as with_barriers
 from jdelta._src._jax.equation import with_scopes as with_scopes

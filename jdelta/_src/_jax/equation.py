@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src.core import unmapped_aval
+from jax._src.lax import windowed_reductions
 
 from jdelta._src._jax.interpreter import evaluate
 from jdelta._src._jax.jaxprs import Eqn, Jaxpr, jaxpr_of, open_jaxpr, rebuild
-from jdelta._src._jax.values import Atom, Var, is_var, new_var
+from jdelta._src._jax.values import Atom, Var, has_explicit_axes, is_var, new_var
 
 REGION = "jdelta_region"
 """Name of the primitive that a region is while nothing has differentiated it."""
@@ -168,6 +169,38 @@ def _rounding(aval: Any) -> Eqn:
     return open_jaxpr(
         jaxpr_of(lambda x: jax.lax.reduce_precision(x, bits.nexp, bits.nmant), aval)
     ).eqns[0]
+
+
+def scattered_into_own_zeros(eqn: Eqn) -> list[Eqn]:
+    """The gradient of a pooled maximum or minimum, its zeros made of a zero behind a barrier.
+
+    Args:
+        eqn: A ``select_and_scatter_add``.
+
+    Returns:
+        The barrier, and what takes the place of the equation; where its types say how it is cut
+        over devices, the equation as it is.
+    """
+    params = dict(eqn.params)
+    select = params.pop("select_prim").bind
+
+    def scattered(source: Any, operand: Any) -> Any:
+        zero = jax.lax.optimization_barrier(np.zeros((), operand.dtype))
+        scatter: Any = getattr(windowed_reductions, "_select_and_scatter")  # noqa: B009
+        return scatter(
+            operand, select, **params, source=source, init_value=zero, scatter=jax.lax.add
+        )
+
+    avals = [v.aval for v in eqn.invars]
+    if any(has_explicit_axes(aval) or aval.mat.varying for aval in avals):
+        return [eqn]
+    barrier, scatter = open_jaxpr(jaxpr_of(scattered, *avals)).eqns
+    zero = new_var(barrier.outvars[0].aval)
+    source, operand = eqn.invars
+    return [
+        from_template(barrier, barrier.invars, [zero], eqn),
+        from_template(scatter, [operand, source, zero], eqn.outvars, eqn),
+    ]
 
 
 def stacked(aval: Any, count: int) -> Any:

@@ -129,10 +129,12 @@ class Passes:
     Attributes:
         plain_region_inputs: Whether what enters a region is kept without JAX's rounding.
         written_bits: Whether masks of random bits are written to memory before they are read.
+        own_zeros: Whether gradients of pooled maxima are scattered into zeros of their own.
     """
 
     plain_region_inputs: bool
     written_bits: bool
+    own_zeros: bool
 
 
 Options = Mapping[str, str | bool]

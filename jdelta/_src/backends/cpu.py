@@ -78,6 +78,7 @@ CPU = Backend(
         # It would compute what enters a region again in each of its readers, rounding and all.
         plain_region_inputs=True,
         written_bits=False,
+        own_zeros=False,
     ),
     offload_options=_no_options,
     reading=Reading(

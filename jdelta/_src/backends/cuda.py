@@ -183,7 +183,13 @@ CUDA = Backend(
         slack=1.5,  # roofline seconds are not that exact
         counts_instructions=True,
     ),
-    passes=Passes(plain_region_inputs=False, written_bits=False),
+    passes=Passes(
+        plain_region_inputs=False,
+        written_bits=False,
+        # Else a relu of that shape shares them, and they stay for the whole step: 8 % of the peak
+        # of a U-Net (benchmarks/compilers/recompute.py).
+        own_zeros=True,
+    ),
     offload_options=_offload_options,
     reading=Reading(
         counts_on_chip=False, has_overlap=True, may_misorder_fetches=True, code_in_memory=False

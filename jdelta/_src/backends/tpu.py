@@ -121,6 +121,7 @@ TPU = Backend(
         # is written as large as the mask: two layers of GPT-2 in bfloat16 took 13 GiB instead of 3
         # (benchmarks/compilers/recompute.py).
         written_bits=True,
+        own_zeros=False,
     ),
     offload_options=_offload_options,
     reading=Reading(

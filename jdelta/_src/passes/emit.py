@@ -16,6 +16,7 @@ from jdelta._src.backends.target import Target, is_on_host
 from jdelta._src.errors import OffloadError, PlanMismatchError
 from jdelta._src.estimate.buffers import Compiler
 from jdelta._src.estimate.memory import Timeline, timeline
+from jdelta._src.passes.pooled_gradients import with_own_zeros
 from jdelta._src.passes.program import Context, Pass, Program
 from jdelta._src.passes.recompute import with_recompute
 from jdelta._src.passes.recompute_after_forward import with_forward_first
@@ -201,7 +202,7 @@ def passes_of(step: Step, policy: Policy | None) -> list[Pass]:
             passes.append(with_rows_read_in_turn)
         if step.store is not None:
             passes.append(spilled)
-        passes += [without_harmful_rounding, with_forward_first]
+        passes += [without_harmful_rounding, with_own_zeros, with_forward_first]
         if not policy.is_by_hand:
             passes.append(timed)
     if step.updates_in_loops:

@@ -113,7 +113,7 @@ def timing_of(program: Jaxpr, clock: Clock, *, least: bool) -> Timing:
         slots=[] if reading.are_tied else reading.slots(),
         slot_bytes=slot_bytes,
         in_turn=fetches.are_in_turn,
-        gradients=Gradients.of(program, regions, loops=reading.are_tied, vectors=offloads),
+        gradients=Gradients.of(program, regions, loops=reading.are_tied),
     )
 
 

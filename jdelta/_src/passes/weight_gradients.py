@@ -4,9 +4,9 @@ XLA:GPU puts them off, and what they are made from stays in memory. So what a ba
 results in shares one barrier (see ``timed_transfers.py``), and gradients of weights outside of
 regions (a head's) share one with what the next region or backward loop begins with.
 
-Where regions offload nothing, vectors, the gradients of biases and scales, are left alone: XLA
-fuses the sums they are (1.3 % of ResNet-50's step, by compiled instructions). Where they do, it may
-put them off too (an MLP: 1.5 GiB of 5.4).
+Gradients of biases and scales are among them. What such a sum reads is as large as what a product
+does, and it stays until XLA runs the sum, which may be after the backward pass: in a U-Net 320 MiB
+of 1.8 GiB (``benchmarks/compilers/recompute.py``).
 
 All wait as small as they are on their way: in the type that they are computed in, which may be
 narrower than that of the weights, and without the zeros around the gradient of one layer's slice of
@@ -64,18 +64,17 @@ class Gradients:
     results: list[list[Var]]
 
     @classmethod
-    def of(cls, program: Jaxpr, regions: Sequence[int], *, loops: bool, vectors: bool) -> Gradients:
+    def of(cls, program: Jaxpr, regions: Sequence[int], *, loops: bool) -> Gradients:
         """Read a flat program.
 
         Args:
             program: The program.
             regions: Indices of its backward regions, in program order.
             loops: Whether gradients are there before backward loops too.
-            vectors: Whether those of biases and scales are tied as well.
         """
         inner = _jax.open_jaxpr(program)
         needed = _needed(inner)
-        tied = {v for v in needed if not is_host(v) and (vectors or v.aval.ndim > 1)}
+        tied = {v for v in needed if not is_host(v)}
         backward = (i for i, eqn in enumerate(inner.eqns) if loops and is_backward_loop(eqn))
         early, grown = _early(inner.eqns, sorted([*regions, *backward]), tied)
         bodies = [inner.eqns[index] for index in regions]

@@ -1,0 +1,36 @@
+"""The gradient of a pooled maximum is scattered into zeros of its own.
+
+XLA:GPU makes a scatter of it, into an array of zeros. It finds that a ``relu`` of the same shape
+compares with such an array too, makes one for both, and keeps it from the first ``relu`` to the end
+of the backward pass: in a U-Net 128 MiB of 1.5 GiB, in a ResNet-50 196 MiB of 1.6 GiB. A zero
+behind a barrier is no other's, so its array lives as long as the scatter.
+"""
+
+from __future__ import annotations
+
+from jdelta._src import _jax
+from jdelta._src._jax import Eqn, Jaxpr
+from jdelta._src.passes.program import Context, Program
+
+
+def with_own_zeros(program: Program, context: Context) -> Program:
+    """The program with a zero behind a barrier for each gradient of a pooled maximum."""
+    if not context.backend.passes.own_zeros:
+        return program
+    flat = program.flat
+    if not any(map(_scatters, _jax.equations(flat))):
+        return program
+    return program.rewritten(_with_own_zeros(flat))
+
+
+def _with_own_zeros(program: Jaxpr) -> Jaxpr:
+    """The same for a program, in the programs inside of it too."""
+    eqns: list[Eqn] = []
+    for eqn in _jax.open_jaxpr(program).eqns:
+        inside = _jax.with_bodies(eqn, _with_own_zeros)
+        eqns += _jax.scattered_into_own_zeros(inside) if _scatters(inside) else [inside]
+    return _jax.with_equations(program, eqns)
+
+
+def _scatters(eqn: Eqn) -> bool:
+    return eqn.primitive.name == "select_and_scatter_add"
