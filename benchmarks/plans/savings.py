@@ -87,8 +87,8 @@ def counted(r: Row) -> tuple[int, int]:
 
 
 def _peak(r: Row) -> int:
-    """The plan's compiled peak, bytes; the floor of a budget that was refused."""
-    return r["plan"].get("compiled_peak", r["plan"]["floor"])
+    """The plan's compiled peak, bytes; the floor of a budget that was refused, 0 if unknown."""
+    return r["plan"].get("compiled_peak") or r["plan"]["floor"] or 0
 
 
 def saved(r: Row) -> str:
@@ -125,7 +125,7 @@ def point(r: Row) -> list[str]:
 
 def cells(rows: list[Row], of: str) -> list[str]:
     """What the plans of one step save at most, and what each saving adds to its seconds."""
-    least = {**min(rows, key=_peak), "of": of}
+    least = {**min(filter(_peak, rows), key=_peak), "of": of}
     added = {r["saving"]: r for r in rows if r["of"] == of}
     head = [least[k] for k in ("step", "target", "units", "of")]
     figures = [*map(mib, counted(least)), saved(least), overhead(least)]
