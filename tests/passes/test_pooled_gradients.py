@@ -97,6 +97,15 @@ def test_other_compilers_get_the_program_as_it_is(platform):
     assert after is before
 
 
+def test_where_what_is_pooled_is_padded_the_zeros_are_no_others():
+    def padded(x):
+        return jnp.sum(nn.max_pool(nn.relu(jnp.sin(x)), (3, 3), (2, 2), padding=((1, 1), (1, 1))))
+
+    before, after = rewritten(jax.grad(padded), "cuda")
+    assert count(before, "select_and_scatter_add") == 1
+    assert after is before
+
+
 def test_without_pooling_a_program_is_as_it_was():
     before, after = rewritten(jax.grad(lambda x: jnp.sum(jnp.sin(x))), "cuda")
     assert after is before

@@ -109,8 +109,12 @@ class Compiles:
 
     @property
     def are_foretold(self) -> bool:
-        """Whether each program took what was predicted, to `NEAR`."""
-        programs = [p for p in self._programs.values() if not p.measurement.refused]
+        """Whether each program of a plan took what was predicted, to `NEAR`.
+
+        Not the plain step, of which compilers make other programs than of plans.
+        """
+        plans = (p for (_, policy), p in self._programs.items() if policy is not None)
+        programs = [p for p in plans if not p.measurement.refused]
         return all(abs(p.predicted - p.measurement.peak) <= NEAR * p.predicted for p in programs)
 
     @property
