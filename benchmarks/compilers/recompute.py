@@ -13,9 +13,7 @@ inside a loop the ones that would raise its peak to what its iteration computes 
 (`weight_gradients_in_loops.py`). Left alone, XLA puts off the gradient of the head over the whole
 backward loop, and keeps the gradient of the logits for it; and those of an iteration's MLP until
 its attention is done with. *loops as they are* leaves the ties inside loops out, *seconds* compares
-the two by what their compiled instructions are predicted to take. In the two convolutional networks
-XLA puts off the gradients of biases, too, and the zeros that the gradient of a pooled maximum is
-scattered into are those of each `relu` of that shape (`pooled_gradients.py`).
+the two by what their compiled instructions are predicted to take.
 
 Results (jax 0.12.0.1, libtpu 0.0.50.1, CUDA 13 plug-in) stand in docs/results/recompute.md.
 """
@@ -41,8 +39,6 @@ TWO_BLOCKS: dict[str, dict[str, Any]] = {
 MODELS = (
     "gpt2 length 512 unrolled",
     *(name for name in steps.PLANNED if name.endswith(" scanned")),
-    "resnet50",
-    "unet",
 )
 GPUS = ("cuda:h100",)
 DROPOUT_HEADS = ("step", "target", "plain", "jax.checkpoint", "jdelta")

@@ -186,8 +186,8 @@ CUDA = Backend(
     passes=Passes(
         plain_region_inputs=False,
         written_bits=False,
-        # Else a relu of that shape shares them, and they stay for the whole step: 8 % of the peak
-        # of a U-Net (benchmarks/compilers/recompute.py).
+        # Else a relu of that shape shares them, and they stay for the whole step
+        # (tests/passes/test_pooled_gradients.py; the U-Net of benchmarks/plans/savings.py).
         own_zeros=True,
     ),
     offload_options=_offload_options,

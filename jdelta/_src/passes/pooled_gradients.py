@@ -2,9 +2,9 @@
 
 XLA:GPU makes a scatter of it, into an array of zeros. It finds that a ``relu`` of the same shape
 compares with such an array too, makes one for both, and keeps it from the first ``relu`` to the end
-of the backward pass: in a U-Net 128 MiB of 2 GiB. A zero behind a barrier is no other's, so its
-array lives as long as the scatter. Where what is pooled is padded, the zeros are larger than what a
-``relu`` reads, and no other's as they are.
+of the backward pass (``tests/passes/test_pooled_gradients.py``). A zero behind a barrier is no
+other's, so its array lives as long as the scatter. Where what is pooled is padded, the zeros are
+larger than what a ``relu`` reads, and no other's as they are.
 """
 
 from __future__ import annotations

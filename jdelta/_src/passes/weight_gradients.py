@@ -5,8 +5,8 @@ results in shares one barrier (see ``timed_transfers.py``), and gradients of wei
 regions (a head's) share one with what the next region or backward loop begins with.
 
 Gradients of biases and scales are among them. What such a sum reads is as large as what a product
-does, and it stays until XLA runs the sum, which may be after the backward pass: in a U-Net 320 MiB
-of 1.8 GiB (``benchmarks/compilers/recompute.py``).
+does, and it stays until XLA runs the sum, which may be after the backward pass: in a plan for a
+U-Net the three largest cotangents stayed so (``benchmarks/plans/savings.py``, step ``unet``).
 
 All wait as small as they are on their way: in the type that they are computed in, which may be
 narrower than that of the weights, and without the zeros around the gradient of one layer's slice of
