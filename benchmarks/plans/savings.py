@@ -140,7 +140,7 @@ def _added(r: Row | None) -> str:
 
 
 def jobs(
-    step: Sequence[str] = (*steps.PUBLISHED, *DTR),
+    step: Sequence[str] = (*steps.PUBLISHED, "unet", *DTR),
     target: Sequence[str] = steps.FOUR_TARGETS,
     units: Sequence[str] = tuple(steps.REGIONS),
     of: Sequence[str] = KINDS,
