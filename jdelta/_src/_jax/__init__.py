@@ -37,6 +37,7 @@ from jdelta._src._jax.bodies import programs_in as programs_in
 from jdelta._src._jax.bodies import subjaxpr as subjaxpr
 from jdelta._src._jax.bodies import subjaxprs as subjaxprs
 from jdelta._src._jax.bodies import with_bodies as with_bodies
+from jdelta._src._jax.bodies import with_replaced as with_replaced
 from jdelta._src._jax.bodies import without_debugging as without_debugging
 from jdelta._src._jax.checkpoint import answer as answer
 from jdelta._src._jax.checkpoint import checkpointed as checkpointed

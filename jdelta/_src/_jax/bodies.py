@@ -88,6 +88,31 @@ def with_bodies(eqn: Eqn, change: Callable[[Jaxpr], Jaxpr]) -> Eqn:
     return eqn.replace(effects=eqn.effects | effects_of((), map(open_jaxpr, subjaxprs(eqn))))
 
 
+def with_replaced(
+    program: Jaxpr, is_meant: Callable[[Eqn], bool], replacement: Callable[[Eqn], Sequence[Eqn]]
+) -> Jaxpr:
+    """A program with others in the place of some equations, in the programs inside of it too.
+
+    Args:
+        program: The program.
+        is_meant: Whether an equation is to be replaced.
+        replacement: What takes its place.
+
+    Returns:
+        The program; itself if no equation is meant.
+    """
+    if not any(map(is_meant, equations(program))):
+        return program
+
+    def inside(body: Jaxpr) -> Jaxpr:
+        return with_replaced(body, is_meant, replacement)
+
+    eqns: list[Eqn] = []
+    for eqn in open_jaxpr(program).eqns:
+        eqns += replacement(eqn) if is_meant(eqn) else [with_bodies(eqn, inside)]
+    return with_equations(program, eqns)
+
+
 def without_debugging(eqns: Sequence[Eqn]) -> list[Eqn]:
     """The equations without calls of ``jax.debug``, in the programs inside of them too."""
 

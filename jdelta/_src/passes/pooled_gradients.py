@@ -10,7 +10,7 @@ larger than what a ``relu`` reads, and no other's as they are.
 from __future__ import annotations
 
 from jdelta._src import _jax
-from jdelta._src._jax import Eqn, Jaxpr
+from jdelta._src._jax import Eqn
 from jdelta._src.passes.program import Context, Program
 
 
@@ -19,18 +19,8 @@ def with_own_zeros(program: Program, context: Context) -> Program:
     if not context.backend.passes.own_zeros:
         return program
     flat = program.flat
-    if not any(map(_scatters, _jax.equations(flat))):
-        return program
-    return program.rewritten(_with_own_zeros(flat))
-
-
-def _with_own_zeros(program: Jaxpr) -> Jaxpr:
-    """The same for a program, in the programs inside of it too."""
-    eqns: list[Eqn] = []
-    for eqn in _jax.open_jaxpr(program).eqns:
-        inside = _jax.with_bodies(eqn, _with_own_zeros)
-        eqns += _jax.scattered_into_own_zeros(inside) if _scatters(inside) else [inside]
-    return _jax.with_equations(program, eqns)
+    changed = _jax.with_replaced(flat, _scatters, _jax.scattered_into_own_zeros)
+    return program if changed is flat else program.rewritten(changed)
 
 
 def _scatters(eqn: Eqn) -> bool:

@@ -33,9 +33,7 @@ def without_harmful_rounding(program: Program, context: Context) -> Program:
     """The program without the rounding of narrow numbers and, on CPUs, of region inputs."""
     flat = program.flat
     plain = _with_plain_inputs(flat) if context.backend.passes.plain_region_inputs else flat
-    changed = (
-        _with_narrow_plain(plain) if any(map(_rounds_narrow, _jax.equations(plain))) else plain
-    )
+    changed = _jax.with_replaced(plain, _rounds_narrow, _without_rounding)
     return program if changed is flat else program.rewritten(changed)
 
 
@@ -60,16 +58,8 @@ def _with_plain_inputs(flat: Jaxpr) -> Jaxpr:
     return _jax.rebuild(flat, eqns, list(map(now, inner.outvars))) if became else flat
 
 
-def _with_narrow_plain(program: Jaxpr) -> Jaxpr:
-    """The program without the rounding of narrow numbers, in the programs inside of it too."""
-    eqns = _jax.open_jaxpr(program).eqns
-    return _jax.with_equations(program, list(map(_with_narrow_plain_in, eqns)))
-
-
-def _with_narrow_plain_in(eqn: Eqn) -> Eqn:
-    if _rounds_narrow(eqn):
-        return eqn.replace(params={**eqn.params, **_WIDE})
-    return _jax.with_bodies(eqn, _with_narrow_plain)
+def _without_rounding(eqn: Eqn) -> list[Eqn]:
+    return [eqn.replace(params={**eqn.params, **_WIDE})]
 
 
 def _rounds_narrow(eqn: Eqn) -> bool:
