@@ -107,6 +107,21 @@ def make_case(
     return Case(name, step, loss, grads, init, state_shapes, batch_shapes)
 
 
+def labelled_images(key: jax.Array, config: Any) -> dict[str, jax.Array]:
+    """Draws a batch of images and their classes.
+
+    Args:
+        key: Random key.
+        config: Says `batch`, `length` (the side of an image) and `classes`.
+    """
+    image_key, label_key = jax.random.split(key)
+    shape = config.batch, config.length, config.length, 3
+    return {
+        "images": jax.random.normal(image_key, shape),
+        "labels": jax.random.randint(label_key, (config.batch,), 0, config.classes),
+    }
+
+
 def adamw(
     peak: float, warmup: int, *, b2: float = 0.95, decay: float = 0.1
 ) -> optax.GradientTransformation:

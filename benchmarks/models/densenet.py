@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from .case import Case
-from .resnet import image_case, layers
+from .resnet import image_case, layers, stem
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ class DenseNet(nn.Module):
         """Scores every class."""
         c = self.config
         conv, norm = layers(c.dtype)
-        x = conv(2 * c.growth, (7, 7), (2, 2), padding=3, name="conv_init")(images)
-        x = nn.relu(norm(name="bn_init")(x))
-        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+        x = stem(images, 2 * c.growth, c.dtype)
         for i, count in enumerate(c.blocks):
             if i:
                 x = nn.relu(norm(name=f"bn_transition_{i}")(x))

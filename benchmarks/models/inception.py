@@ -53,20 +53,21 @@ class Config:
 
 
 class Convolution(nn.Module):
-    """A convolution, normalised."""
+    """A convolution to a part of so many features, normalised."""
 
     features: int
-    kernel: tuple[int, int]
+    kernel: Kernel
     stride: int
     padding: str
+    divisor: int
     dtype: Any
 
     @nn.compact
     def __call__(self, x):
         """Transforms `x`, `[batch, height, width, channels]`."""
         conv, norm = layers(self.dtype)
-        stride = self.stride, self.stride
-        x = conv(self.features, self.kernel, stride, padding=self.padding, name="conv")(x)
+        width, stride = max(1, self.features // self.divisor), (self.stride, self.stride)
+        x = conv(width, self.kernel, stride, padding=self.padding, name="conv")(x)
         return nn.relu(norm(name="bn")(x))
 
 
@@ -90,26 +91,24 @@ class Module(nn.Module):
     @nn.compact
     def __call__(self, x):
         """Transforms `x`, `[batch, height, width, channels]`."""
-        convolution = functools.partial(Convolution, dtype=self.dtype)
+        convolution = functools.partial(Convolution, divisor=self.divisor, dtype=self.dtype)
         outputs = []
         for i, branch in enumerate(self.branches):
             y = x
             for j, (features, kernels) in enumerate(branch):
                 halves = self.halves and j == len(branch) - 1
                 stride, padding = (2, "VALID") if halves else (1, "SAME")
-                width = max(1, features // self.divisor)
                 sides = [
-                    convolution(width, kernel, stride, padding, name=f"branch_{i}_{j}_{k}")(y)
+                    convolution(features, kernel, stride, padding, name=f"branch_{i}_{j}_{k}")(y)
                     for k, kernel in enumerate(kernels)
                 ]
-                y = jnp.concatenate(sides, axis=-1) if len(sides) > 1 else sides[0]
+                y = jnp.concatenate(sides, axis=-1)
             outputs.append(y)
         if self.halves:
             outputs.append(nn.max_pool(x, (3, 3), strides=(2, 2)))
         else:
             mean = nn.avg_pool(x, (3, 3), padding="SAME")
-            width = max(1, self.pooled // self.divisor)
-            outputs.append(convolution(width, (1, 1), 1, "SAME", name="pooled")(mean))
+            outputs.append(convolution(self.pooled, (1, 1), 1, "SAME", name="pooled")(mean))
         return jnp.concatenate(outputs, axis=-1)
 
 
@@ -165,21 +164,22 @@ class Inception(nn.Module):
         c = self.config
 
         def convolution(x, features, kernels, name, stride=1, padding="VALID"):
-            width = max(1, features // c.divisor)
-            return Convolution(width, *kernels, stride, padding, c.dtype, name=f"stem_{name}")(x)
+            (kernel,) = kernels
+            module = Convolution(features, kernel, stride, padding, c.divisor, c.dtype, name=name)
+            return module(x)
 
-        x = convolution(x, 32, SQUARE, "0", stride=2)
-        x = convolution(x, 32, SQUARE, "1")
-        x = convolution(x, 64, SQUARE, "2", padding="SAME")
+        x = convolution(x, 32, SQUARE, "stem_0", stride=2)
+        x = convolution(x, 32, SQUARE, "stem_1")
+        x = convolution(x, 64, SQUARE, "stem_2", padding="SAME")
         pooled = nn.max_pool(x, (3, 3), strides=(2, 2))
-        x = jnp.concatenate([pooled, convolution(x, 96, SQUARE, "3", stride=2)], axis=-1)
-        one = convolution(convolution(x, 64, ONE, "4a"), 96, SQUARE, "5a")
-        other = convolution(x, 64, ONE, "4b")
-        other = convolution(other, 64, TALL, "5b", padding="SAME")
-        other = convolution(other, 64, WIDE, "6b", padding="SAME")
-        x = jnp.concatenate([one, convolution(other, 96, SQUARE, "7b")], axis=-1)
+        x = jnp.concatenate([pooled, convolution(x, 96, SQUARE, "stem_3", stride=2)], axis=-1)
+        one = convolution(convolution(x, 64, ONE, "stem_4a"), 96, SQUARE, "stem_5a")
+        other = convolution(x, 64, ONE, "stem_4b")
+        other = convolution(other, 64, TALL, "stem_5b", padding="SAME")
+        other = convolution(other, 64, WIDE, "stem_6b", padding="SAME")
+        x = jnp.concatenate([one, convolution(other, 96, SQUARE, "stem_7b")], axis=-1)
         pooled = nn.max_pool(x, (3, 3), strides=(2, 2))
-        return jnp.concatenate([convolution(x, 192, SQUARE, "8", stride=2), pooled], axis=-1)
+        return jnp.concatenate([convolution(x, 192, SQUARE, "stem_8", stride=2), pooled], axis=-1)
 
 
 MODELS = {"inception-v4": Config()}

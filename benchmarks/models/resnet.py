@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .case import Case, make_case, matrices
+from .case import Case, labelled_images, make_case, matrices
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,10 @@ def image_case(name: str, model: nn.Module, config: Any) -> Case:
             the batch.
         config: Says `length`, `batch`, `classes` and `rate`.
     """
-    image = config.length, config.length, 3
 
     def variables(key):
-        drawn = model.init(key, jnp.zeros((1, *image)))
+        drawn = model.init(key, jnp.zeros((1, config.length, config.length, 3)))
         return drawn["params"], drawn["batch_stats"]
-
-    def batch(key):
-        image_key, label_key = jax.random.split(key)
-        return {
-            "images": jax.random.normal(image_key, (config.batch, *image)),
-            "labels": jax.random.randint(label_key, (config.batch,), 0, config.classes),
-        }
 
     def forward(params, stats, batch, key):
         del key
@@ -81,7 +73,13 @@ def image_case(name: str, model: nn.Module, config: Any) -> Case:
         optax.add_decayed_weights(1e-4, mask=matrices),
         optax.sgd(config.rate, momentum=0.9, nesterov=True),
     )
-    return make_case(name, variables=variables, batch=batch, forward=forward, optimizer=optimizer)
+    return make_case(
+        name,
+        variables=variables,
+        batch=functools.partial(labelled_images, config=config),
+        forward=forward,
+        optimizer=optimizer,
+    )
 
 
 def layers(dtype: Any) -> tuple[Callable[..., nn.Conv], Callable[..., nn.BatchNorm]]:
@@ -90,6 +88,14 @@ def layers(dtype: Any) -> tuple[Callable[..., nn.Conv], Callable[..., nn.BatchNo
     conv = functools.partial(nn.Conv, use_bias=False, dtype=dtype, kernel_init=init)
     norm = functools.partial(nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=dtype)
     return conv, norm
+
+
+def stem(images: jax.Array, width: int, dtype: Any) -> jax.Array:
+    """What is in front of the first block: images to `[batch, side / 4, side / 4, width]`."""
+    conv, norm = layers(dtype)
+    x = conv(width, (7, 7), (2, 2), padding=3, name="conv_init")(images)
+    x = nn.relu(norm(name="bn_init")(x))
+    return nn.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
 
 
 class Bottleneck(nn.Module):
@@ -123,10 +129,7 @@ class ResNet(nn.Module):
     def __call__(self, images):
         """Scores every class."""
         c = self.config
-        conv, norm = layers(c.dtype)
-        x = conv(c.width, (7, 7), (2, 2), padding=3, name="conv_init")(images)
-        x = nn.relu(norm(name="bn_init")(x))
-        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+        x = stem(images, c.width, c.dtype)
         for i, (features, stride) in enumerate(self._plan()):
             x = self.block(features, stride, c.dtype, name=f"block_{i}")(x)
         x = jnp.mean(x, axis=(1, 2))

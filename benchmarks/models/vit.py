@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import optax
 
-from .case import Case, adamw, make_case
+from .case import Case, adamw, labelled_images, make_case
 
 
 @dataclass(frozen=True)
@@ -57,18 +56,10 @@ class Config:
     def case(self, name: str, remat: Callable[[Any], Any]) -> Case:
         """The training step with `remat` around every block."""
         model = ViT(self, remat(Block))
-        image = self.length, self.length, 3
 
         def variables(key):
-            drawn = model.init({"params": key, "dropout": key}, jnp.zeros((1, *image)))
-            return drawn["params"], {}
-
-        def batch(key):
-            image_key, label_key = jax.random.split(key)
-            return {
-                "images": jax.random.normal(image_key, (self.batch, *image)),
-                "labels": jax.random.randint(label_key, (self.batch,), 0, self.classes),
-            }
+            image = jnp.zeros((1, self.length, self.length, 3))
+            return model.init({"params": key, "dropout": key}, image)["params"], {}
 
         def forward(params, stats, batch, key):
             logits = model.apply({"params": params}, batch["images"], rngs={"dropout": key})
@@ -78,7 +69,7 @@ class Config:
         return make_case(
             name,
             variables=variables,
-            batch=batch,
+            batch=functools.partial(labelled_images, config=self),
             forward=forward,
             optimizer=adamw(self.rate, self.warmup, b2=0.999),
         )
