@@ -410,6 +410,7 @@ def test_every_step_gets_its_savings_and_deltas_also_the_papers():
 def test_steps_of_dtrs_evaluation_stand_beside_what_it_publishes():
     asked = savings.jobs(["densenet121"], ["cpu"], ["found"])
     assert [job.arguments["saving"] for job in asked] == [0.09, 0.27, 0.45, 0.61]
+    assert savings.jobs(["densenet121"], ["cpu"], ["found"], saving=[0.27, 0.5]) == [asked[1]]
     seconds = {"plain": {"price": {"seconds": 2.0}}, "plan": {"price": {"seconds": 2.5}}}
     lines = savings.tables([{**job.key, **seconds} for job in asked]).splitlines()
     assert lines[3] == "| densenet121 | cpu | found | 73% | 1.22 | 1.25 |"

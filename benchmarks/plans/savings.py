@@ -5,8 +5,8 @@ plans for less than the plain step's compiled peak, twice: "total" counts the wh
 do; "activation" counts only what the plain step needs beside arguments and results
 (peak - arguments - outputs + aliased), which is what papers quote. The steps of DELTA's own
 evaluation also get its -72 %. Two convolutional networks get the parts of the plain peak at which
-DTR's paper (Kirisame et al. 2021) says how long they take. Regions are those that the
-models mark, or found by jdelta. Seconds are predictions.
+DTR's paper (Kirisame et al. 2021) says how long they take. Regions are those that the models mark,
+or found by jdelta. Seconds are predictions.
 
     python -m benchmarks run savings --step resnet50 --target cuda:h100
 """
@@ -156,7 +156,8 @@ def jobs(
 
 def _savings(step: str, of: str, asked: Sequence[float]) -> list[float | None]:
     if step in DTR:
-        return [round(1 - part, 2) for part in DTR[step]] if of == "total" else []
+        published = [round(1 - part, 2) for part in DTR[step]] if of == "total" else []
+        return [part for part in published if asked == PAPER or part in asked]
     if of == "floor":
         return [None]
     return [part for part in asked if part != THEIRS or step in DELTA]
