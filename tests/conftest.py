@@ -56,6 +56,12 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 2)  # to write t
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def pytest_sessionfinish():
+    """Collect what is left once: pytest does so five times, each of which takes seconds here."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def effort(request):
     marked = any(map(request.node.get_closest_marker, ("full", "full_effort")))

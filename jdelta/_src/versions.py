@@ -1,5 +1,6 @@
 """Versions: of this package, and of those that decide what becomes of a program."""
 
+import functools
 import importlib.metadata
 import warnings
 
@@ -12,6 +13,7 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
 """Packages whose version may change a compiled program."""
 
 
+@functools.cache
 def version(package: str) -> str:
     """The version of an installed package; empty where it is not installed."""
     try:

@@ -206,7 +206,7 @@ def test_kinds_of_the_table_are_found():
     [("0.10.2", True), ("0.11.0", True), ("0.11.1", False), ("0.12.0.1", False)],
 )
 def test_offload_is_refused_where_gpus_miscompile_it(monkeypatch, jaxlib, refused):
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: jaxlib)
+    monkeypatch.setattr("jdelta._src.backends.target.version", lambda package: jaxlib)
     assert bool(_offload_refusal(backend_of("cuda"))) is refused
     assert _offload_refusal(backend_of("tpu")) is None
 

@@ -12,7 +12,12 @@ from jdelta._src.search.summary import NEXT_IS_TOO_LARGE
 from tests.compilers import needs_cuda
 from tests.programs import PROGRAMS, unmarked
 from tests.sines import layer, unrolled
-from tests.stand_in import EXACT, lowering_to_itself, saying_what_is_predicted
+from tests.stand_in import (
+    EXACT,
+    in_place_of_the_compiler,
+    lowering_to_itself,
+    saying_what_is_predicted,
+)
 
 LAYERS, ROWS, WIDTH = 28, 8192, 512
 BUDGET = 500 << 20
@@ -88,6 +93,18 @@ def test_a_step_whose_programs_are_long_is_compiled_a_few_times_only(monkeypatch
 
     monkeypatch.setattr("jdelta._src.search.propose.emit", lowering_to_itself)
     assert compiles(16 << 20) + 3 <= compiles(0)
+
+
+def test_the_floor_of_a_large_step_for_a_tpu_is_predicted(monkeypatch):
+    """To compile it takes minutes, as long as the plan itself."""
+    in_place_of_the_compiler(monkeypatch)
+    monkeypatch.setattr("jdelta._src.search.search.SMALL", 0)
+    ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(LAYERS)]
+    x = jax.ShapeDtypeStruct((16 * ROWS, WIDTH), jnp.float32)
+    plan = jdelta.plan(step, "10GiB", ws, x, target="tpu:v5e:2x2")
+    assert plan.floor > 1 << 30
+    assert plan.estimates == ("floor",)
+    assert plan.compiles == 2  # the plain step, which may fit, and the plan
 
 
 @pytest.mark.parametrize("budget", [0.5, "200MiB"])

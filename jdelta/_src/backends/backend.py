@@ -175,8 +175,9 @@ class Tolerances:
             overlap that was read in its program.
         errs_in_parts: Whether the simulation of a plan is off by the same part as that of the plain
             step; else by as many bytes as that of other plans.
-        programs_before_floor: How many programs must have taken what was predicted before the floor
-            is believed without being compiled.
+        programs_before_floor: How many programs must have been compiled, and those of plans have
+            taken what was predicted, before the floor is believed without being compiled.
+        large_floor: Bytes from which on it is believed however few those were.
         floor_far_above: Times the budget from which on the floor is believed to exceed it without
             being compiled.
         undoes_recompute: Whether released versions undo recompute outside of loops, which an error
@@ -188,6 +189,7 @@ class Tolerances:
     judges_by_overlap: bool
     errs_in_parts: bool
     programs_before_floor: int
+    large_floor: float
     floor_far_above: float
     undoes_recompute: bool
 
