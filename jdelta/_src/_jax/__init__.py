@@ -82,6 +82,7 @@ from jdelta._src._jax.interpreter import Env as Env
 from jdelta._src._jax.interpreter import Hook as Hook
 from jdelta._src._jax.interpreter import evaluate as evaluate
 from jdelta._src._jax.interpreter import interpret as interpret
+from jdelta._src._jax.interpreter import of_some as of_some
 from jdelta._src._jax.interpreter import read as read
 from jdelta._src._jax.interpreter import retraced as retraced
 from jdelta._src._jax.interpreter import run as run

@@ -32,6 +32,26 @@ def evaluate(closed: Jaxpr, *args: Any) -> list[Any]:
     return interpret(closed, args, lambda _, eqn, env: run(eqn, env))
 
 
+def of_some(
+    fun: Callable[..., Any], args: Sequence[Any], which: Sequence[int]
+) -> Callable[..., Any]:
+    """A function of some of the arguments of another, which has the others already.
+
+    Args:
+        fun: The other function.
+        args: All of its arguments.
+        which: The numbers of those that are given later: ``[0, 2]``.
+    """
+
+    def of(*some: Any) -> Any:
+        full = list(args)
+        for i, x in zip(which, some, strict=True):
+            full[i] = x
+        return fun(*full)
+
+    return of
+
+
 def interpret(closed: Jaxpr, args: Sequence[Any], hook: Hook) -> list[Any]:
     """Evaluate a closed jaxpr, each of its equations by a hook.
 

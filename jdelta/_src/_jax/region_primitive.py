@@ -139,12 +139,8 @@ def _linearized(
     if not inexact:
         return run(*args), [], lambda _, *xs: run(*xs)
 
-    def of_inexact(*xs: Any) -> list[Any]:
-        full = list(args)
-        for i, x in zip(inexact, xs, strict=True):
-            full[i] = x
-        return _jax.checkpointed(run, policy, prevent_cse=prevent_cse)(*full)
-
+    checkpointed = _jax.checkpointed(run, policy, prevent_cse=prevent_cse)
+    of_inexact = _jax.of_some(checkpointed, args, inexact)
     outputs, tangents_of = jax.linearize(of_inexact, *(args[i] for i in inexact))
     kept, tree = jax.tree.flatten(tangents_of)
 

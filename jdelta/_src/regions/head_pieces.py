@@ -116,13 +116,11 @@ class _Work:
             results, derivatives = state
             own = self._of(args, number)
 
-            def of_moving(*some: Any) -> tuple[Any, list[Any]]:
-                full = list(own)
-                for i, x in zip(which, some, strict=True):
-                    full[i] = x
-                outputs = _jax.evaluate(head.piece, *full)
+            def total_and_outputs(*args: Any) -> tuple[Any, list[Any]]:
+                outputs = _jax.evaluate(head.piece, *args)
                 return outputs[head.moving], outputs
 
+            of_moving = _jax.of_some(total_and_outputs, own, which)
             total, pull, outputs = jax.vjp(of_moving, *(own[i] for i in which), has_aux=True)
             added = pull(jnp.ones_like(total))
             derivatives = [

@@ -272,15 +272,14 @@ class _Run:
             stacks: Those of the results; None for zeros.
         """
 
-        def of_moving(*moving: Any) -> list[Any]:
-            values = iter(moving)
-            full = [next(values) if w else x for w, x in zip(which, args, strict=True)]
-            return list(filter(_is_real, _jax.evaluate(self.body, *full)))
+        def real_results(*args: Any) -> list[Any]:
+            return list(filter(_is_real, _jax.evaluate(self.body, *args)))
 
-        moving = [x for w, x in zip(which, args, strict=True) if w]
+        moving = [i for i, w in enumerate(which) if w]
+        of_moving = _jax.of_some(real_results, args, moving)
         shapes = self.body.out_avals[self.n_carry :]
         rows = [_filled(c, s) for c, s in zip(stacks, shapes, strict=True) if _is_real(s)]
-        _, pull = jax.vjp(of_moving, *moving)
+        _, pull = jax.vjp(of_moving, *(args[i] for i in moving))
         pulled = iter(pull([*ends, *rows]))
         return [next(pulled) if w else None for w in which]
 

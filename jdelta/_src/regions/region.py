@@ -277,12 +277,7 @@ def _jvp(
     """
 
     def jvp(xs: Sequence[Any], ts: Sequence[Any]) -> Any:
-        def of_moving(*some: Any) -> list[Any]:
-            full = list(xs)
-            for i, x in zip(moving, some, strict=True):
-                full[i] = x
-            return _jax.evaluate(jaxpr, *full)
-
+        of_moving = _jax.of_some(functools.partial(_jax.evaluate, jaxpr), xs, moving)
         return jax.jvp(of_moving, [xs[i] for i in moving], list(ts))
 
     with inside_region():  # what the forward rule of a custom_vjp differentiates is part of it
