@@ -69,6 +69,22 @@ def of_transposed_weights(w, x, y):
     return integer_loss(jnp.einsum("btd,vd->btv", x, w.T), y).mean()
 
 
+def of_shifted_logits(w, x, y):
+    """All tokens have logits, and the last of each sequence no loss."""
+    return integer_loss((x @ w)[:, :-1], y[:, 1:]).mean()
+
+
+def by_weights_first(w, x, y):
+    """As ``jnp.einsum("vd,btd->btv", ...)`` comes out: the product's first operand is no token."""
+    logits = jnp.moveaxis(jnp.tensordot(w.T, x, (1, 2)), 0, -1)
+    return integer_loss(logits, y).mean()
+
+
+def over_tokens(w, x, y):
+    """A softmax over the tokens of each word, as contrastive losses have it: words fall apart."""
+    return -jnp.mean(jax.nn.log_softmax((x @ w).reshape(-1, WORDS), 0) * jnp.arange(WORDS))
+
+
 def with_metrics(w, x, y):
     """Accuracy, and the loss of each token, beside the loss."""
     logits = x @ w
@@ -97,7 +113,8 @@ def with_another_product(w, x, y):
 
 LOSSES = [
     *(by_optax, by_one_hot, of_flat_tokens, with_cap_and_mask, with_smooth_labels, with_z_loss),
-    *(shifted_with_a_bias, of_transposed_weights, with_metrics, in_bfloat16, summed_in_bfloat16),
+    *(shifted_with_a_bias, of_shifted_logits, of_transposed_weights, by_weights_first),
+    *(over_tokens, with_metrics, in_bfloat16, summed_in_bfloat16),
     plus_another_loss,
     with_another_product,
 ]
@@ -109,9 +126,9 @@ def normalised_by_its_sum(w, x, y):
     return jnp.sum(losses**2) / jnp.sum(losses) + jnp.sum(losses / jnp.sum(losses) * losses)
 
 
-def over_tokens(w, x, y):
-    """A softmax over tokens, as contrastive losses have it."""
-    return -jnp.mean(jax.nn.log_softmax((x @ w).reshape(-1, WORDS), 0))
+def over_tokens_and_words(w, x, y):
+    """A softmax over all there is."""
+    return -jnp.mean(jax.nn.log_softmax((x @ w).reshape(-1))[::7])
 
 
 def root_of_a_product(w, x, y):
@@ -131,7 +148,7 @@ def in_float16(w, x, y):
 
 
 WHOLE = [
-    *(normalised_by_its_sum, over_tokens, root_of_a_product, giving_logits, in_float16),
+    *(normalised_by_its_sum, over_tokens_and_words, root_of_a_product, giving_logits, in_float16),
 ]
 
 
@@ -221,6 +238,18 @@ def test_a_loss_of_single_tokens_that_is_differentiated_stays_whole():
     assert_equal(jax.jit(step)(*arguments()), step(*arguments()))
 
 
+def test_two_heads_are_both_in_pieces():
+    """As models that foretell two tokens have them, or an auxiliary loss."""
+
+    def loss(w, x, y):
+        return by_optax(w, x, y) + 0.5 * with_z_loss(w[:, ::-1], jnp.cos(x), y)
+
+    program = in_pieces(staged(loss), PIECES)
+    assert sum(map(is_in_pieces, program.eqns)) == 2
+    args, step = arguments(), training_step(loss)
+    assert_equal(jax.jit(pieced(step))(*args), jax.jit(step)(*args))
+
+
 def test_under_vmap_and_scaled():
     """Each example's gradient, and a loss that is scaled behind the sum."""
 
@@ -289,6 +318,42 @@ def test_a_plan_makes_the_head_in_pieces(planned, tmp_path):
     assert loaded == plan
     assert_equal(loaded.jit(step)(*args), plan.jit()(*args))
     assert "in pieces of tokens" in plan.answer.nesting, "no policy can"
+
+
+def test_in_a_loop_over_micro_batches(planned):
+    step, (params, y), _ = planned
+
+    def accumulated(params, y):
+        def add(total, part):
+            changed, value = step(params, part)
+            return jax.tree.map(jnp.add, total, changed), value
+
+        return jax.lax.scan(add, params, y.reshape(2, -1, y.shape[1]))
+
+    plan = jdelta.plan(accumulated, 0.6, params, y)
+    assert plan.grouping.pieces
+    assert plan.compiled_peak <= plan.budget
+    assert_equal(plan.jit()(params, y), jax.jit(accumulated)(params, y))
+
+
+def test_pieces_are_tried_where_a_compiler_undoes_other_plans():
+    """A larger budget was refused, and a smaller one met: recompute was predicted to be enough."""
+
+    def step(params, y):
+        def loss(params):
+            logits = jnp.tanh(params["table"][y]) @ params["head"]
+            return -jnp.mean(jnp.sum(jax.nn.one_hot(y, 2048) * jax.nn.log_softmax(logits), -1))
+
+        return jax.value_and_grad(loss)(params)
+
+    keys = jax.random.split(jax.random.key(0))
+    shapes = {"table": (2048, 16), "head": (16, 2048)}
+    params = {n: jax.random.normal(k, s) for (n, s), k in zip(shapes.items(), keys, strict=True)}
+    y = jnp.arange(16 * 256).reshape(16, 256) % 2048
+    for budget in (0.7, 0.5):
+        plan = jdelta.plan(step, budget, params, y)
+        assert plan.compiled_peak <= plan.budget
+        assert_equal(plan.jit()(params, y), jax.jit(step)(params, y))
 
 
 def test_the_head_stays_whole_where_it_fits_or_is_asked_for(planned):

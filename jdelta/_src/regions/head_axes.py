@@ -9,8 +9,9 @@ head whole.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,18 +90,30 @@ def large_head(graph: Graph) -> LargeHead | None:
     Returns:
         None without one, and where tokens are cut over devices: a piece would be gathered.
     """
-    products = [op for op in graph.operations if op.primitive == "dot_general" and not op.backward]
-    sizes = [value.bytes for value in graph.values]
-    large = [op for op in products if sizes[op.outputs[0]] >= MANY * sizes[op.inputs[0]] > 0]
+    products = [
+        (body.values[op.outputs[0]], body.values[op.inputs[0]], op)
+        for body in _around_gradients(graph)
+        for op in body.operations
+        if op.primitive == "dot_general" and not op.backward
+    ]
+    large = [product for product in products if product[0].bytes >= MANY * product[1].bytes > 0]
     if not large:
         return None
-    last = large[-1]
-    logits, read = graph.values[last.outputs[0]], graph.values[last.inputs[0]]
+    logits, read, last = large[-1]
     (contracting, _), (batch, _) = last.params["dimension_numbers"]
     free = [i for i in range(len(read.shape)) if i not in contracting and i not in batch]
     if any(read.local[i] != read.shape[i] for i in free):
         return None
     return LargeHead(logits.bytes, math.prod(read.shape[i] for i in free))
+
+
+def _around_gradients(graph: Graph) -> Iterator[Graph]:
+    """A step, and the bodies of loops in it that no derivative goes through: micro-batches."""
+    yield graph
+    for op in graph.operations:
+        if op.primitive == "scan" and not (op.differentiated or op.backward):
+            for body in op.bodies:
+                yield from _around_gradients(body)
 
 
 def head_product(program: Jaxpr) -> int | None:
@@ -131,18 +144,22 @@ def head_of(program: Jaxpr, most: int) -> Head | None:
     eqn = _jax.open_jaxpr(program).eqns[product]
     if any(atom.aval.dtype == np.float16 for atom in eqn.invars):  # its gradients may vanish
         return None
-    (contracting, _), (batch, _) = eqn.params["dimension_numbers"]
-    shape = eqn.invars[0].aval.shape
-    free = [i for i in range(len(shape)) if i not in contracting and i not in batch]
-    pieces = {axis: _divisor(shape[axis], most) for axis in free}
-    tokens = math.prod(shape[i] for i in free)
-    for axis in sorted(free, key=lambda axis: -pieces[axis]):
-        if pieces[axis] > 1:
-            try:
-                return _Cut(program, pieces[axis], tokens).head(product, axis)
-            except _WholeError:
-                continue
+    for operand, atom in enumerate(eqn.invars):  # the weights may come first
+        free, shape = _free(eqn, operand), atom.aval.shape
+        pieces = {axis: _divisor(shape[axis], most) for axis in free}
+        tokens = math.prod(shape[i] for i in free)
+        for axis in sorted(free, key=lambda axis: -pieces[axis]):
+            if _jax.is_var(atom) and pieces[axis] > 1:
+                with contextlib.suppress(_WholeError):
+                    return _Cut(program, pieces[axis], tokens).head(product, operand, axis)
     return None
+
+
+def _free(eqn: Eqn, operand: int) -> list[int]:
+    """The axes of an operand of a product that its result has, too, and the other has not."""
+    contracting, batch = (numbers[operand] for numbers in eqn.params["dimension_numbers"])
+    rank = len(eqn.invars[operand].aval.shape)
+    return [i for i in range(rank) if i not in contracting and i not in batch]
 
 
 def _divisor(count: int, most: int) -> int:
@@ -178,11 +195,11 @@ class _Cut:
         self.inner = _jax.open_jaxpr(self.program)
         self.makers = {v: i for i, eqn in enumerate(self.inner.eqns) for v in eqn.outvars}
 
-    def head(self, product: int, axis: int) -> Head:
-        """The head that begins with a product, cut along an axis of what that reads."""
+    def head(self, product: int, operand: int, axis: int) -> Head:
+        """The head that begins with a product, cut along an axis of one of its operands."""
         eqns = self.inner.eqns
         first = eqns[product]
-        self.axes[first.invars[0]] = self.sliced[first.invars[0]] = axis
+        self.axes[first.invars[operand]] = self.sliced[first.invars[operand]] = axis
         self._follow(product, first)
         for index in range(product + 1, len(eqns)):
             eqn, read = eqns[index], _jax.variables(eqns[index])
@@ -353,6 +370,10 @@ class _Cut:
                 params["shape"] = shape
             case "reshape":
                 params["new_sizes"] = shape
+            case "slice":
+                limits = list(params["limit_indices"])
+                limits[axis] = shape[axis]
+                params["limit_indices"] = tuple(limits)
             case "gather":
                 operand = eqn.invars[0]
                 at = self.axes.get(operand) if _jax.is_var(operand) else None
@@ -378,14 +399,17 @@ def _pointwise_backward(cut: _Cut, eqn: Eqn, axis: int) -> None:
 
 
 def _product(cut: _Cut, eqn: Eqn) -> int:
-    """A product: tokens are free in its first operand, and its second is the same for all."""
-    left, right = eqn.invars
-    (contracting, _), (batch, _) = eqn.params["dimension_numbers"]
-    axis = cut.axis(left)
-    if axis is None or axis in (*contracting, *batch) or cut.axis(right) is not None:
-        raise _WholeError("a product over tokens")
-    before = [i for i in range(axis) if i not in contracting and i not in batch]
-    return len(batch) + len(before)
+    """A product: tokens are free in one of its operands, and the other is the same for all."""
+    left, right = _free(eqn, 0), _free(eqn, 1)
+    axes = cut.axis(eqn.invars[0]), cut.axis(eqn.invars[1])
+    batch = len(eqn.params["dimension_numbers"][1][0])
+    match axes:
+        case int(axis), None if axis in left:
+            return batch + left.index(axis)
+        case None, int(axis) if axis in right:
+            return batch + len(left) + right.index(axis)
+        case _:
+            raise _WholeError("a product over tokens")
 
 
 def _reduction(cut: _Cut, eqn: Eqn) -> int:
@@ -422,6 +446,14 @@ def _squeeze(cut: _Cut, eqn: Eqn) -> int:
     if axis is None or axis in dims:
         raise _WholeError("a squeeze")
     return axis - sum(d < axis for d in dims)
+
+
+def _slice(cut: _Cut, eqn: Eqn) -> int:
+    """A part along other axes: all sequences without their last token, when these are cut."""
+    axis = cut.axis(eqn.invars[0])
+    if axis is None or eqn.outvars[0].aval.shape[axis] != eqn.invars[0].aval.shape[axis]:
+        raise _WholeError("a slice of tokens")
+    return axis
 
 
 def _transpose(cut: _Cut, eqn: Eqn) -> int:
@@ -468,6 +500,7 @@ def _gather(cut: _Cut, eqn: Eqn) -> int:
 _RULES: Mapping[str, Callable[[_Cut, Eqn], int]] = {
     "dot_general": _product,
     "reshape": _reshape,
+    "slice": _slice,
     "squeeze": _squeeze,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,

@@ -35,7 +35,7 @@ def is_in_pieces(eqn: Eqn) -> bool:
 
 
 def in_pieces(program: Jaxpr, most: int, left: Callable[[Eqn], bool] = _jax.nothing) -> Jaxpr:
-    """A program with its head in pieces, at most so many; the program itself if it has none.
+    """A program with its heads in pieces, at most so many; the program itself if it has none.
 
     Args:
         program: The function that is differentiated, calls inlined.
@@ -62,7 +62,7 @@ def in_pieces(program: Jaxpr, most: int, left: Callable[[Eqn], bool] = _jax.noth
             _jax.run(rest[i], env)
         return _jax.read(env, inner.outvars)
 
-    return _jax.inline(_jax.retraced(program, run), left)
+    return in_pieces(_jax.inline(_jax.retraced(program, run), left), most, left)
 
 
 def _run(head: Head, operands: Sequence[Any]) -> list[Any]:

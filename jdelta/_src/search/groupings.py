@@ -102,11 +102,19 @@ class Planning:
         return search, outcome
 
     def _searched(self, search: Search, bound: int) -> tuple[Search, Found]:
-        """The plan with the head in pieces where that promises to be quicker, else as it is."""
+        """The plan with the head in pieces where that promises to be quicker, else as it is.
+
+        Where no plan is promised at all, a lower floor does. Where the head as it is has no plan
+        after all, as a compiler may undo its recompute, pieces are tried that promised less.
+        """
         if self.pin:
             return search, self._pinned(search, bound)
         refused: BudgetError | None = None
+        slower: list[Search] = []
         for pieces in self._with_pieces(search, bound):
+            if pieces.promise(bound) >= search.promise(bound):
+                slower.append(pieces)
+                continue
             try:
                 return pieces, pieces.run(bound)
             except BudgetError as error:
@@ -118,7 +126,11 @@ class Planning:
         try:
             return self._searched_whole(search, bound)
         except BudgetError as error:
-            raise min(filter(None, (refused, error)), key=lambda e: e.floor or math.inf) from None
+            least = min(filter(None, (refused, error)), key=lambda e: e.floor or math.inf)
+        try:
+            return _first_that_fits(slower, bound, least)
+        except jax.errors.JaxRuntimeError:
+            raise least from None
 
     def _searched_whole(self, search: Search, bound: int) -> tuple[Search, Found]:
         """The plan with the head as it is."""
@@ -144,10 +156,7 @@ class Planning:
         return (search, outcome) if is_done else self._apart(search, outcome)
 
     def _with_pieces(self, first: Search, bound: int) -> Iterator[Search]:
-        """The searches with the head in pieces, if those promise quicker plans: few pieces first.
-
-        Where no plan is promised at all, lower floors do.
-        """
+        """The searches with the head in pieces, if there are any: few pieces first."""
         if not self.per_layer or first.is_plain_within(bound):
             return
         for pieces in head_pieces(first.trace.head, bound):
@@ -155,8 +164,7 @@ class Planning:
                 search = self._search(Grouping(1, pieces=pieces), first)
                 if search.trace.fingerprint == first.trace.fingerprint:
                     return
-                if search.promise(bound) < first.promise(bound):
-                    yield search
+                yield search
 
     def _pinned(self, search: Search, bound: int) -> Found:
         """A plan that does what the user decided."""
