@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from benchmarks import cases, steps, study
 from benchmarks.steps import REGIONS
 from benchmarks.study import Job, Row, Study, mib, share
-from jdelta._src.regions.head_axes import large_head
+from jdelta._src.regions.head_product import large_head
 
 SPARED = 0.8
 """Of the bytes of the logits: how far the budget is below the least peak with a whole head."""

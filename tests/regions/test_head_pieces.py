@@ -269,6 +269,8 @@ def test_how_many_pieces():
     small = trace(training_step(by_optax), *args).head
     assert (small.bytes, small.tokens) == (BATCH * LENGTH * WORDS * 4, BATCH * LENGTH)
     assert head_pieces(small, 1 << 10) == [], "too few tokens"
+    turned = trace(training_step(by_weights_first), *args).head
+    assert (turned.bytes, turned.tokens) == (small.bytes, small.tokens)
     assert head_pieces(None, 1 << 10) == []
     large = type(small)(bytes=1 << 30, tokens=8192)
     assert head_pieces(large, 4 << 30) == [6, 16]
@@ -384,6 +386,12 @@ def test_tokens_that_are_cut_over_devices():
     step, (params, y) = language_model(16, 16, 2048)
     cut = jax.device_put(y, jax.NamedSharding(mesh, jax.P("x")))
     assert trace(step, params, cut).head is None
+
+    def weights_first(params, y):
+        x = jnp.tanh(params["table"][y])
+        return jax.grad(lambda w: by_weights_first(w, x, y))(params["head"])
+
+    assert trace(weights_first, params, cut).head is None
     places = {"table": jax.P(), "layers": [jax.P()] * 2, "head": jax.P(None, "x")}
     placed = jax.tree.map(
         lambda p, place: jax.device_put(p, jax.NamedSharding(mesh, place)), params, places

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,8 @@ import numpy as np
 
 from jdelta._src import _jax
 from jdelta._src._jax import Eqn, Jaxpr, Var
-from jdelta._src.program.graph import Graph
 from jdelta._src.program.primitives import CHEAP, EXPENSIVE, SPLITS
+from jdelta._src.regions.head_product import free_axes, head_product
 
 POINTWISE = (
     (CHEAP | EXPENSIVE | frozenset("stop_gradient copy copy_p reduce_precision name".split()))
@@ -34,9 +34,6 @@ WHOLE = frozenset("reduce_max reduce_min reduce_sum reduce_and reduce_or argmax 
 
 STOPS = frozenset("stop_gradient argmax argmin sign floor ceil round is_finite".split())
 """Primitives through which no derivative goes."""
-
-MANY = 4
-"""Times as much as it reads a product must make to be a head."""
 
 
 class _WholeError(Exception):
@@ -71,66 +68,6 @@ class Head:
     eqns: frozenset[int]
 
 
-@dataclass(frozen=True)
-class LargeHead:
-    """The last product of a step that makes much more than it reads of the tokens.
-
-    Attributes:
-        bytes: Of what it makes, on one device.
-        tokens: How many there are.
-    """
-
-    bytes: int
-    tokens: int
-
-
-def large_head(graph: Graph) -> LargeHead | None:
-    """The head of a step, as far as the size of its product tells.
-
-    Returns:
-        None without one, and where tokens are cut over devices: a piece would be gathered.
-    """
-    products = [
-        (body.values[op.outputs[0]], body.values[op.inputs[0]], op)
-        for body in _around_gradients(graph)
-        for op in body.operations
-        if op.primitive == "dot_general" and not op.backward
-    ]
-    large = [product for product in products if product[0].bytes >= MANY * product[1].bytes > 0]
-    if not large:
-        return None
-    logits, read, last = large[-1]
-    (contracting, _), (batch, _) = last.params["dimension_numbers"]
-    free = [i for i in range(len(read.shape)) if i not in contracting and i not in batch]
-    if any(read.local[i] != read.shape[i] for i in free):
-        return None
-    return LargeHead(logits.bytes, math.prod(read.shape[i] for i in free))
-
-
-def _around_gradients(graph: Graph) -> Iterator[Graph]:
-    """A step, and the bodies of loops in it that no derivative goes through: micro-batches."""
-    yield graph
-    for op in graph.operations:
-        if op.primitive == "scan" and not (op.differentiated or op.backward):
-            for body in op.bodies:
-                yield from _around_gradients(body)
-
-
-def head_product(program: Jaxpr) -> int | None:
-    """The number of the product that makes the logits; None without one.
-
-    It is the last that makes much more than it reads of the tokens. Whether it is part of a model
-    that goes on, ``head_of`` finds out.
-    """
-    large = (
-        i
-        for i, eqn in enumerate(_jax.open_jaxpr(program).eqns)
-        if eqn.primitive.name == "dot_general" and _jax.is_var(eqn.invars[0])
-        if _jax.bytes_of(eqn.outvars[0]) >= MANY * _jax.bytes_of(eqn.invars[0]) > 0
-    )
-    return max(large, default=None)
-
-
 def head_of(program: Jaxpr, most: int) -> Head | None:
     """The head in as many pieces as there may be along one axis; None if it stays whole.
 
@@ -138,28 +75,23 @@ def head_of(program: Jaxpr, most: int) -> Head | None:
         program: The function that is differentiated, calls inlined.
         most: Pieces at most.
     """
-    product = head_product(program)
-    if product is None:
+    last = head_product(program)
+    if last is None:
         return None
+    product, of_tokens = last
     eqn = _jax.open_jaxpr(program).eqns[product]
     if any(atom.aval.dtype == np.float16 for atom in eqn.invars):  # its gradients may vanish
         return None
-    for operand, atom in enumerate(eqn.invars):  # the weights may come first
-        free, shape = _free(eqn, operand), atom.aval.shape
+    for operand in (of_tokens, 1 - of_tokens):  # words may fall apart, where tokens do not
+        shape = eqn.invars[operand].aval.shape
+        free = free_axes(eqn.params, operand, len(shape))
         pieces = {axis: _divisor(shape[axis], most) for axis in free}
         tokens = math.prod(shape[i] for i in free)
         for axis in sorted(free, key=lambda axis: -pieces[axis]):
-            if _jax.is_var(atom) and pieces[axis] > 1:
+            if pieces[axis] > 1:
                 with contextlib.suppress(_WholeError):
                     return _Cut(program, pieces[axis], tokens).head(product, operand, axis)
     return None
-
-
-def _free(eqn: Eqn, operand: int) -> list[int]:
-    """The axes of an operand of a product that its result has, too, and the other has not."""
-    contracting, batch = (numbers[operand] for numbers in eqn.params["dimension_numbers"])
-    rank = len(eqn.invars[operand].aval.shape)
-    return [i for i in range(rank) if i not in contracting and i not in batch]
 
 
 def _divisor(count: int, most: int) -> int:
@@ -400,7 +332,7 @@ def _pointwise_backward(cut: _Cut, eqn: Eqn, axis: int) -> None:
 
 def _product(cut: _Cut, eqn: Eqn) -> int:
     """A product: tokens are free in one of its operands, and the other is the same for all."""
-    left, right = _free(eqn, 0), _free(eqn, 1)
+    left, right = (free_axes(eqn.params, i, len(a.aval.shape)) for i, a in enumerate(eqn.invars))
     axes = cut.axis(eqn.invars[0]), cut.axis(eqn.invars[1])
     batch = len(eqn.params["dimension_numbers"][1][0])
     match axes:

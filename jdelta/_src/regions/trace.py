@@ -21,7 +21,7 @@ from jdelta._src.program.graph import Graph, graph_of
 from jdelta._src.program.loop_nest import Nest, walk
 from jdelta._src.program.names import RegionName, names_in, with_regions_renamed
 from jdelta._src.regions.find import tracing
-from jdelta._src.regions.head_axes import LargeHead, large_head
+from jdelta._src.regions.head_product import LargeHead, large_head
 from jdelta._src.regions.region import AS_WRITTEN, Grouping, MarkedError, Session
 
 

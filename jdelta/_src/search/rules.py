@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from jdelta._src.decision import Decision
 from jdelta._src.regions.binomial import repeats
 from jdelta._src.regions.cut import Cuts
-from jdelta._src.regions.head_axes import LargeHead
+from jdelta._src.regions.head_product import LargeHead
 from jdelta._src.regions.region import Grouping
 from jdelta._src.residuals.items import Items
 from jdelta._src.residuals.residual import Residual
