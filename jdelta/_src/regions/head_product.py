@@ -14,10 +14,7 @@ from typing import Any
 from jdelta._src import _jax
 from jdelta._src._jax import Jaxpr
 from jdelta._src.program.graph import Graph, Value
-from jdelta._src.program.primitives import VIEWS
-
-SAME = VIEWS | {"convert_element_type"}
-"""Primitives whose result is what they read, in another form."""
+from jdelta._src.regions.modules import PASSED_ON
 
 MANY = 4
 """Times as much as it reads a product must make to be a head."""
@@ -45,7 +42,9 @@ def large_head(graph: Graph) -> LargeHead | None:
     product: tuple[Value, Value, list[int]] | None = None
     for body in _around_gradients(graph):
         ops = body.operations
-        same = {op.outputs[0]: op.inputs[0] for op in ops if op.primitive in SAME and op.inputs}
+        same = {
+            op.outputs[0]: op.inputs[0] for op in ops if op.primitive in PASSED_ON and op.inputs
+        }
         computed = {v for op in ops for v in op.outputs}
         for op in ops:
             if op.primitive != "dot_general" or op.backward or len(op.inputs) < 2:
@@ -76,7 +75,7 @@ def _tokens(operands: Sequence[Any], same: Mapping[Any, Any], computed: Set[Any]
 
     Args:
         operands: Both of them.
-        same: From views, and values in another type, to what they are made of.
+        same: From what is still the weight that it was made of to that.
         computed: All values that are computed.
     """
 
@@ -100,7 +99,8 @@ def head_product(program: Jaxpr) -> tuple[int, int] | None:
     """
     eqns = _jax.open_jaxpr(program).eqns
     of_arrays = [(i, eqn) for i, eqn in enumerate(eqns) if all(map(_jax.is_var, eqn.invars))]
-    same = {e.outvars[0]: e.invars[0] for _, e in of_arrays if e.primitive.name in SAME}
+    passed_on = [e for _, e in of_arrays if e.primitive.name in PASSED_ON and e.invars]
+    same = {e.outvars[0]: e.invars[0] for e in passed_on}
     computed = {v for eqn in eqns for v in eqn.outvars}
     product: tuple[int, int] | None = None
     for i, eqn in of_arrays:

@@ -30,7 +30,7 @@ LISTED = "layer"
 _INSIDE = frozenset("value raw_value data_array".split())
 """What they have inside a parameter: ``['kernel'].value``."""
 
-_PASSED_ON = VIEWS | FREE | {"convert_element_type", "slice", "dynamic_slice"}
+PASSED_ON = VIEWS | FREE | {"convert_element_type", "slice", "dynamic_slice"}
 """Primitives whose result is still the weight that they read."""
 
 _MAPPED = frozenset({"jaxpr", "branches"})
@@ -156,7 +156,7 @@ def _read(eqn: Eqn, known: dict[Var, Weight]) -> Path | None:
     if has_body and not (is_whole and len({w.module for w in weights}) == 1):
         return ()
     weight = max(weights, key=lambda w: (w.trained, len(w.module)))
-    if eqn.primitive.name in _PASSED_ON:
+    if eqn.primitive.name in PASSED_ON:
         known.update((v, weight) for v in eqn.outvars if _jax.is_var(v))
     return weight.module
 
