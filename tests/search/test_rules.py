@@ -68,6 +68,12 @@ def test_the_floor_is_in_doubt_where_it_takes_nearly_all_of_the_budget():
     assert rules.is_floor_in_doubt(971, BOUND)
 
 
+def test_a_large_floor_is_believed_and_a_small_one_after_some_programs():
+    assert rules.is_floor_believed(1000, 1000, 1)
+    assert not rules.is_floor_believed(999, 1000, 3)
+    assert rules.is_floor_believed(999, 1000, 4)
+
+
 def test_the_search_is_lost_where_nothing_fits_and_the_last_plan_is_far_off():
     assert rules.is_lost(trials(compiled(1101)), 0.1)
     assert not rules.is_lost(trials(compiled(1100)), 0.1)

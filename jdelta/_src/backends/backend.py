@@ -175,9 +175,8 @@ class Tolerances:
             overlap that was read in its program.
         errs_in_parts: Whether the simulation of a plan is off by the same part as that of the plain
             step; else by as many bytes as that of other plans.
-        programs_before_floor: How many programs must have been compiled, and those of plans have
-            taken what was predicted, before the floor is believed without being compiled.
-        large_floor: Bytes from which on it is believed however few those were.
+        large_floor: Bytes from which on the floor is believed without being compiled, if plans took
+            what was predicted; a smaller one only after some programs (``search/rules.py``).
         floor_far_above: Times the budget from which on the floor is believed to exceed it without
             being compiled.
         undoes_recompute: Whether released versions undo recompute outside of loops, which an error
@@ -188,7 +187,6 @@ class Tolerances:
     compiles_for_spill: int
     judges_by_overlap: bool
     errs_in_parts: bool
-    programs_before_floor: int
     large_floor: float
     floor_far_above: float
     undoes_recompute: bool

@@ -94,7 +94,6 @@ CPU = Backend(
         # Of six steps the plain one was off by 28, 24, 36, 1, -3 and 23 %, plans by 36, 15, 36, 2,
         # -4 and 22 %; on CUDA the two have nothing to do with each other.
         errs_in_parts=True,
-        programs_before_floor=4,
         large_floor=math.inf,  # 54.6 MiB were 76.9 (examples/gpt2.py, jax 0.10.2)
         floor_far_above=1.2,  # at most 4 % too high: the same six steps
         undoes_recompute=True,  # before jax 0.12

@@ -201,7 +201,6 @@ CUDA = Backend(
         errs_in_parts=False,
         # Of eight steps of the zoo (jax 0.12.0.1) the floor was then within 9 % of the compiled one
         # for seven; layers.batch_norm's was 18 % too low.
-        programs_before_floor=1,
         large_floor=0,
         floor_far_above=1.2,  # at most 9 % too high (ResNet-50), see ``search/history.py``
         undoes_recompute=False,

@@ -138,7 +138,6 @@ TPU = Backend(
         # A small step stays in on-chip memory (128 MiB), which no plan foretells. Floors of large
         # ones were 2.2 % (ViT-B, 2.1 GiB) and 0.5 % (scanned GPT-2, 2.6 GiB) below the prediction
         # after one plan (tpu:v5e, jax 0.10.2), and took as long to compile as the plan.
-        programs_before_floor=4,
         large_floor=1 << 30,
         floor_far_above=math.inf,  # 257 MiB were 131 (jax 0.10.2): the same
         undoes_recompute=False,

@@ -42,6 +42,9 @@ FAR_BELOW = 0.7
 SURELY_BELOW = 0.97
 """Part of the budget that the simulated floor must stay below to go without compiling it."""
 
+PROGRAMS_BEFORE_FLOOR = 4
+"""Programs after which a small floor is believed without compiling it."""
+
 DEAR = 0.05
 """Part of the plain step's seconds from which on a plan adds so much that other cuts are tried."""
 
@@ -154,6 +157,17 @@ def margin(excess: int, bound: int, *, must_fit: bool) -> int:
 def is_floor_in_doubt(predicted: int, bound: int) -> bool:
     """Whether the floor may be above the budget, by its predicted peak in bytes."""
     return predicted > SURELY_BELOW * bound
+
+
+def is_floor_believed(predicted: int, large: float, programs: int) -> bool:
+    """Whether the floor need not be compiled where plans took what was predicted.
+
+    Args:
+        predicted: Its predicted peak, bytes.
+        large: Bytes from which on the compiler's floors are as predicted.
+        programs: How many programs were compiled.
+    """
+    return predicted >= large or programs >= PROGRAMS_BEFORE_FLOOR
 
 
 def is_lost(trials: Trials, tolerated: float) -> bool:

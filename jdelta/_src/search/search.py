@@ -244,11 +244,11 @@ class Search:
         if outcome.best.levels:  # below everything recomputed
             return rules.with_lower_floor(outcome, self.proposals.least_predicted())
         compiles, proposals = self.attempts.compiles, self.proposals
-        tolerances = self.step.target.backend.tolerances
+        large = self.step.target.backend.tolerances.large_floor
         self._say_best(outcome.best, " for the floor")
-        is_large = self.expected_floor >= tolerances.large_floor
-        is_enough = is_large or compiles.count >= tolerances.programs_before_floor
-        is_sure = is_enough and compiles.are_foretold
+        is_sure = compiles.are_foretold and rules.is_floor_believed(
+            self.expected_floor, large, compiles.count
+        )
         floor = settled_floor(proposals, self.attempts, is_sure=is_sure, is_small=self._is_small)
         settled = rules.settled(
             outcome, floor, proposals.expected(floor), self._plain, compiles.least
