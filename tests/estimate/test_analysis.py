@@ -23,7 +23,7 @@ from jdelta._src.estimate.memory import stored_sizes, timeline
 from jdelta._src.estimate.seconds import operation_seconds, program_seconds
 from jdelta._src.program.graph import graph_of
 from jdelta._src.regions.trace import trace
-from jdelta._src.report.table import rows
+from jdelta._src.report.rows import rows
 from jdelta._src.residuals.items import items_of
 from jdelta._src.residuals.pins import NO_PINS, Pins
 from jdelta._src.residuals.residual import residuals

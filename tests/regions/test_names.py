@@ -12,7 +12,8 @@ import jdelta
 from jdelta import Decision
 from jdelta._src.program.names import inner_path
 from jdelta._src.regions.modules import module_paths
-from jdelta._src.report.table import WIDTH, aligned, rows
+from jdelta._src.report.rows import rows
+from jdelta._src.report.terminal import WIDTH, aligned
 from tests.frameworks import LAYERS, STEPS, keras, penzai
 from tests.planning import decided
 

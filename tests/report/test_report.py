@@ -14,7 +14,8 @@ import pytest
 import jdelta
 from jdelta import Decision
 from jdelta._src.program.graph import labels
-from jdelta._src.report.table import WIDTH, printed
+from jdelta._src.report.printed import printed
+from jdelta._src.report.terminal import WIDTH
 from jdelta._src.sizes import format_bytes
 from tests import small
 

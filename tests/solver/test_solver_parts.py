@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from jdelta._src.solver.chains import Chains
 from jdelta._src.solver.director import DECISIONS, FREE, MOVED, RECOMPUTE, SAVE, Director, code_of
-from jdelta._src.solver.filter import Corner, Exits, Filter
+from jdelta._src.solver.greedy import Release
+from jdelta._src.solver.min_cuts import Corner, Exits, Filter
 from jdelta._src.solver.problem import AWAY, Item, Problem
-from jdelta._src.solver.release import Release
 from tests.solver_problems import (
     CHAIN,
     CUT,

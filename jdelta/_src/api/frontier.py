@@ -12,7 +12,7 @@ from jdelta._src.api.plan import Plan
 from jdelta._src.api.planning import plan
 from jdelta._src.api.progress import IS_LEAD, showing
 from jdelta._src.errors import BudgetError, TraceError
-from jdelta._src.report.table import aligned
+from jdelta._src.report.terminal import aligned
 from jdelta._src.search.history import History
 from jdelta._src.sizes import format_bytes
 

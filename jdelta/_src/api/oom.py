@@ -23,7 +23,8 @@ from jdelta._src.plan.user_step import OPTIONS, jitted
 from jdelta._src.program.graph import labels
 from jdelta._src.regions.region import AS_WRITTEN
 from jdelta._src.regions.trace import Trace
-from jdelta._src.report.table import NUMBERED, WIDTH, aligned
+from jdelta._src.report.rows import NUMBERED
+from jdelta._src.report.terminal import WIDTH, aligned
 from jdelta._src.search.advice import donation
 from jdelta._src.sizes import format_array, format_bytes, format_seconds, parse_budget
 

@@ -25,10 +25,12 @@ from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.region import Grouping
 from jdelta._src.report.explain import Explanation, explain
 from jdelta._src.report.export import export
+from jdelta._src.report.figures import in_one_line
 from jdelta._src.report.page import page
 from jdelta._src.report.pictures import Picture, picture
+from jdelta._src.report.printed import printed
 from jdelta._src.report.rok import RokPoint
-from jdelta._src.report.table import WIDTH, in_one_line, printed
+from jdelta._src.report.terminal import WIDTH
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.spill import Spill, SpillRates
 

@@ -19,7 +19,8 @@ from jdelta._src.cli import loading
 from jdelta._src.cli.output import Answer, Block, in_options
 from jdelta._src.plan.planned_step import recompiled
 from jdelta._src.report import explain, export
-from jdelta._src.report.table import HEAD, NUMBERED, printed
+from jdelta._src.report.printed import printed
+from jdelta._src.report.rows import HEAD, NUMBERED
 from jdelta._src.sizes import format_bytes, format_seconds
 from jdelta._src.versions import installed_with
 

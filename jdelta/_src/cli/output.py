@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jdelta._src.decision import Decision
-from jdelta._src.report.table import LABEL, WIDTH, aligned, labelled, terminal_width, wrapped
+from jdelta._src.report.terminal import LABEL, WIDTH, aligned, labelled, terminal_width, wrapped
 
 COLOURS = {
     Decision.SAVE: "green",

@@ -10,7 +10,7 @@ from jdelta._src.backends.target import Target, published
 from jdelta._src.decision import Decision
 from jdelta._src.errors import PlanMismatchError
 from jdelta._src.plan.record import PlanRecord
-from jdelta._src.report.table import Row, rows
+from jdelta._src.report.rows import Row, rows
 from jdelta._src.residuals.file_link import to_files
 from jdelta._src.residuals.items import Items, items_of
 from jdelta._src.residuals.links import offload_refusal

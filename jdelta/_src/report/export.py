@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jdelta._src.decision import Decision
 from jdelta._src.errors import ArgumentError, PlanMismatchError
 from jdelta._src.plan.record import PlanRecord
-from jdelta._src.report.table import rows, shown
+from jdelta._src.report.rows import rows, shown
 from jdelta._src.residuals.residual import Residual
 from jdelta._src.sizes import format_bytes
 

@@ -11,9 +11,10 @@ from typing import Any
 from jdelta._src.hlo.overlap import Span
 from jdelta._src.plan.record import PlanRecord
 from jdelta._src.report.advice import advice
+from jdelta._src.report.figures import summary_lines
 from jdelta._src.report.pictures import Grid, Moment, Picture
 from jdelta._src.report.rok import RokCurve, RokPoint, curves
-from jdelta._src.report.table import HEAD, cells, rows, summary_lines
+from jdelta._src.report.rows import HEAD, cells, rows
 from jdelta._src.sizes import format_bytes
 
 _EXACT = 0.02

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from jdelta._src.decision import Decision
 from jdelta._src.search.attempts import Attempts
-from jdelta._src.search.bracket import Bracket
 from jdelta._src.search.candidate import CompiledCandidate
+from jdelta._src.search.capacities import Bracket
 from jdelta._src.search.propose import Proposals
 from jdelta._src.search.rules import saved_bytes
 

@@ -15,8 +15,8 @@ from jdelta._src.regions.policy import Policy
 from jdelta._src.regions.trace import Trace
 from jdelta._src.residuals.items import Items
 from jdelta._src.residuals.residual import Residual
-from jdelta._src.search.bracket import Ends, Proposal, between_larger, quickest
 from jdelta._src.search.candidate import Candidate, CompiledCandidate
+from jdelta._src.search.capacities import Ends, Proposal, between_larger, quickest
 from jdelta._src.search.chain import Chain, chain_of
 from jdelta._src.search.history import Correction
 from jdelta._src.search.reruns import rerun_seconds

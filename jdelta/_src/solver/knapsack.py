@@ -12,10 +12,10 @@ from jdelta._src.solver.base import Solver
 from jdelta._src.solver.chains import Chains
 from jdelta._src.solver.director import DECISIONS, FREE, RECOMPUTE, SAVE, Codes, Director
 from jdelta._src.solver.exchange import Exchange
-from jdelta._src.solver.filter import Exits, Filter
 from jdelta._src.solver.frontier import Frontier
+from jdelta._src.solver.greedy import Release
+from jdelta._src.solver.min_cuts import Exits, Filter
 from jdelta._src.solver.problem import AWAY, Problem
-from jdelta._src.solver.release import Release
 from jdelta._src.solver.solution import Outcome, Solution
 
 _STEP = 1e-6

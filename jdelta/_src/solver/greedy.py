@@ -4,7 +4,7 @@ import heapq
 
 from jdelta._src.solver.chains import Chains
 from jdelta._src.solver.director import MOVED, RECOMPUTE, SAVE, Codes
-from jdelta._src.solver.filter import Corner, Exits
+from jdelta._src.solver.min_cuts import Corner, Exits
 
 _HOPELESS = 8.0
 """Times the price at which it no longer matters by how much an item is dearer than others."""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jdelta._src.search.bracket import Bracket, Ends, Proposal, between_larger, quickest
+from jdelta._src.search.capacities import Bracket, Ends, Proposal, between_larger, quickest
 from tests.candidates import predicted
 
 GOAL = 1000

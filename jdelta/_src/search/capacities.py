@@ -1,4 +1,4 @@
-"""Between which candidates the one is that takes as much as a budget allows: a bracketed search."""
+"""How many bytes to let the solver keep next, so that a plan takes what the budget allows."""
 
 from __future__ import annotations
 

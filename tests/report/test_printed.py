@@ -10,7 +10,10 @@ import jdelta
 from jdelta import Decision
 from jdelta._src.plan.record import Figures
 from jdelta._src.regions.region import Grouping
-from jdelta._src.report.table import MOST_LINES, aligned, headline, in_one_line, printed, rows
+from jdelta._src.report.figures import headline, in_one_line
+from jdelta._src.report.printed import MOST_LINES, printed
+from jdelta._src.report.rows import rows
+from jdelta._src.report.terminal import aligned
 from jdelta._src.spill import SpillRates
 from tests import small
 from tests.planning import asking
